@@ -18,16 +18,14 @@ from index_store.errors import format_bytes
 from index_store.store.catalog import Store
 from index_store.store.zarr_io import chunk_path
 from tests.index_store.cli.conftest import Command
-from tests.support.store import SyntheticContext, synthetic_context
+from tests.support.store import SyntheticContext, flip, synthetic_context
 
 
 def damage(store: Store, context: SyntheticContext) -> list[Path]:
     """Spoils two files; returns them."""
     folder = store.path / "contexts" / context.id
     flipped = chunk_path(folder, context.manifest.kv, (1, 1))
-    data = bytearray(flipped.read_bytes())
-    data[7] ^= 64
-    flipped.write_bytes(data)
+    flip(flipped, 7, 6)
     missing = chunk_path(folder, context.manifest.indexes[0].arrays[0], (0, 1))
     missing.unlink()
     return [flipped, missing]

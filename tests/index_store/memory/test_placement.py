@@ -272,9 +272,6 @@ def test_a_container_without_a_limit_has_what_the_machine_has(
     assert free_memory(torch.device("cpu")) > 2**20
 
 
-DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
-
-
 def make_layers(count: int, layers: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(count)
     return [torch.randn(2, count, 2, 8, generator=generator) for _ in range(layers)]

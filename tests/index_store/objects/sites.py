@@ -16,6 +16,7 @@ from index_store.objects.bucket import Bucket, Found
 from index_store.objects.courier import Courier
 from index_store.objects.tier import Tier
 from index_store.store.catalog import Store
+from tests.support.store import SyntheticContext
 
 URL = "memory:///tests"
 
@@ -118,6 +119,12 @@ class Site:
         tier = Tier(store, bucket.url, lambda _: bucket, store_bytes, timeout_s)
         store.beyond = tier
         return cls(store, tier, Courier(store, tier))
+
+    def add(self, *contexts: SyntheticContext) -> None:
+        """Writes contexts, and has them uploaded."""
+        for each in contexts:
+            each.write(self.store)
+        self.settle()
 
     def fails(self, **faults: Any) -> Faults:
         """Its bucket fails so from now on; the calls are noted."""

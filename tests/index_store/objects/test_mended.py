@@ -93,10 +93,8 @@ def test_nothing_is_mended_from_what_is_not_held_or_another_edition(
 
 
 def test_what_is_damaged_in_the_bucket_is_uploaded_again_by_who_has_it(
-    tmp_path: Path, here: Site, bucket: Bucket, context: SyntheticContext
+    here: Site, there: Site, bucket: Bucket, context: SyntheticContext
 ) -> None:
-    there = Site.at(tmp_path / "there", bucket)
-    there.settle()
     key = content_key(context.manifest)
     data = bucket.get(key)
     for number, spoilt in enumerate((data[:-1], data[:-3000] + bytes(3000), data[:40]), 1):
@@ -119,28 +117,25 @@ def test_what_is_damaged_in_the_bucket_is_uploaded_again_by_who_has_it(
 
 
 def test_a_record_that_is_damaged_in_the_bucket_is_written_again(
-    tmp_path: Path, here: Site, bucket: Bucket
+    here: Site, unaware: Site, bucket: Bucket
 ) -> None:
-    there = Site.at(tmp_path / "there", bucket)
     (held,) = look(bucket).values()
     data = bucket.get(held.key)
     for spoilt in (data[:-40], data.replace(b"handbook", b"handbooj")):
         bucket.put(held.key, iter([spoilt]), len(spoilt))
-        assert not there.courier.look()
-        assert held.key in there.courier.state().problem
-        assert there.store.list() == []
+        assert not unaware.courier.look()
+        assert held.key in unaware.courier.state().problem
+        assert unaware.store.list() == []
     here.settle()
-    there.settle()
-    assert there.courier.state().problem == ""
-    assert [each.name for each in there.store.list()] == ["handbook"]
+    unaware.settle()
+    assert unaware.courier.state().problem == ""
+    assert [each.name for each in unaware.store.list()] == ["handbook"]
 
 
 def test_what_is_damaged_on_both_sides_is_lost_no_further(
-    tmp_path: Path, here: Site, bucket: Bucket, context: SyntheticContext
+    here: Site, there: Site, bucket: Bucket, context: SyntheticContext
 ) -> None:
     """Neither side is served, and neither takes from the other what it has of it."""
-    there = Site.at(tmp_path / "there", bucket)
-    there.settle()
     key = content_key(context.manifest)
     spoilt = bucket.get(key)[:-3000] + bytes(3000)
     bucket.put(key, iter([spoilt]), len(spoilt))
@@ -183,7 +178,6 @@ def test_a_store_that_forgot_what_it_saw_undoes_nobodys_change(
     def forget(site: Site) -> None:
         site.tier.marks.remove(context.id)
 
-    there.settle()
     for number, (changer, other) in enumerate([(here, there), (there, here)]):
         labels = {"n": str(number)}
         changer.store.update(context.id, lambda present: replace(present, labels=labels))  # noqa: B023
@@ -202,7 +196,6 @@ def test_a_store_that_forgot_what_it_saw_undoes_nobodys_change(
 def test_what_a_store_saw_and_cannot_read_now_is_not_forgotten(
     here: Site, there: Site, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there.settle()
 
     def no_handles(path: object, *how: object, **named: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files", str(path))
@@ -244,7 +237,6 @@ def test_a_deletion_that_was_killed_half_way_is_not_undone(
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    there.settle()
     with monkeypatch.context() as patch:
         patch.setattr(durable, "remove_tree", die)
         with pytest.raises(KeyboardInterrupt):

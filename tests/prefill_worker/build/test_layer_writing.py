@@ -40,7 +40,7 @@ LAYERS, TOKENS, DIM = 5, 200, 16
 IDENTITY = ModelIdentity("tiny", "llama", "0", "0", LAYERS, 4, 2, DIM, 100, 4096)
 ID = "0" * 64
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")]
+ON_GPU = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 
 
@@ -228,7 +228,6 @@ def test_an_error_of_any_stage_surfaces_and_leaves_nothing(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_an_error_of_the_copy_surfaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ChunkWriting, "_fetch", _fail_at(5, ChunkWriting._fetch))
     with pytest.raises(BrokenError):

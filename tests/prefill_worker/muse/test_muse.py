@@ -312,7 +312,6 @@ def test_blocks_attend_to_all_before_them() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_read_in_blocks(dtype: torch.dtype) -> None:
     found, exact = read_in_blocks(MuseSettings(clusters=128, block=BLOCK, cap=8.0), "cuda", dtype)

@@ -6,9 +6,11 @@ import errno
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, BinaryIO
@@ -205,17 +207,24 @@ def test_a_damaged_checkpoint_is_read_again_and_told(
     assert ("the checkpoint is damaged" in told) == (damage != "list gone")
 
 
+def before_layer(patch: pytest.MonkeyPatch, layer: int, act: Callable[[], object]) -> None:
+    """Something happens before the indexes of a layer are built."""
+    build = IndexWriting.build
+
+    def act_and_build(writing: IndexWriting, number: int, *arguments: Any) -> Any:
+        if number == layer:
+            act()
+        return build(writing, number, *arguments)
+
+    patch.setattr(IndexWriting, "build", act_and_build)
+
+
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Layers whose indexes are built."""
     made: list[int] = []
-    build = IndexWriting.build
-
-    def count(writing: IndexWriting, layer: int, *arguments: Any) -> Any:
-        made.append(layer)
-        return build(writing, layer, *arguments)
-
-    monkeypatch.setattr(IndexWriting, "build", count)
+    for layer in range(5):
+        before_layer(monkeypatch, layer, partial(made.append, layer))
     return made
 
 
@@ -588,16 +597,11 @@ def test_a_worker_that_ends_in_between_leaves_the_child_to_the_next(
     family_shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child = child_of(family_shop)
-    worker, build = family_shop.worker(), IndexWriting.build
+    worker = family_shop.worker()
     worker.order_grown()
 
-    def end(writing: IndexWriting, layer: int, *arguments: Any) -> Any:
-        if layer == 1:
-            raise SystemExit(143)
-        return build(writing, layer, *arguments)
-
     with monkeypatch.context() as patch:
-        patch.setattr(IndexWriting, "build", end)
+        before_layer(patch, 1, lambda: sys.exit(143))
         with pytest.raises(SystemExit):
             worker.work_once()
     (job,) = ordered(family_shop)
@@ -611,15 +615,10 @@ def test_a_child_that_is_deleted_meanwhile_stays_so(
     family_shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child = child_of(family_shop)
-    worker, build = family_shop.worker(), IndexWriting.build
+    worker = family_shop.worker()
     worker.order_grown()
 
-    def delete_first(writing: IndexWriting, layer: int, *arguments: Any) -> Any:
-        if layer == 0:
-            family_shop.contexts.delete(child.id)
-        return build(writing, layer, *arguments)
-
-    monkeypatch.setattr(IndexWriting, "build", delete_first)
+    before_layer(monkeypatch, 0, lambda: family_shop.contexts.delete(child.id))
     assert worker.work_once()
     (job,) = ordered(family_shop)
     assert job.failure.reason == "CONTEXT_NOT_FOUND"

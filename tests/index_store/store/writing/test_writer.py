@@ -378,11 +378,7 @@ def test_rows_that_come_bit_by_bit_are_what_zarr_reads(
 
 def test_unfinished_rows_are_not_published(store: Store, context: SyntheticContext) -> None:
     with store.writer(context.id) as writer:
-        writer.write_tokens(context.tokens)
-        for entry, data in context.by_layer():
-            writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
-            for place in itertools.product(*map(range, data.shape[:2])):
-                writer.write_chunk(entry.path, place, data[place])
+        context.write_arrays(writer)
         writer.write_rows("kv", (1, 1), 0, context.kv[1, 1, :-1])
         with pytest.raises(MissingChunkError, match=r"kv/c/1/1/.* was never written"):
             writer.publish(context.draft)
