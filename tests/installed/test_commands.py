@@ -268,14 +268,7 @@ QUICK = {
         *(
             f"{word} --help"
             for word in (
-                "serve",
-                "ask",
-                "chat",
-                "evaluate",
-                "fetch-model",
-                "make-document",
-                "tune",
-                "contexts",
+                *("serve", "ask", "chat", "evaluate", "fetch-model", "make-document", "tune", "contexts"),
                 "operations",
             )
         ),

@@ -122,26 +122,10 @@ def test_units_start_what_there_is(
 def test_systemd_takes_the_units(tmp_path: Path) -> None:
     """By its own tool where the system has it; every key is one that it knows in any case."""
     known = {
-        *(
-            "Description",
-            "After",
-            "Wants",
-            "Type",
-            "User",
-            "StateDirectory",
-            "CacheDirectory",
-            "LogsDirectory",
-        ),
-        *(
-            "Environment",
-            "ExecStartPre",
-            "ExecStart",
-            "KillMode",
-            "TimeoutStopSec",
-            "Restart",
-            "LimitNOFILE",
-            "Nice",
-        ),
+        *("Description", "After", "Wants", "Type", "User", "StateDirectory", "CacheDirectory"),
+        "LogsDirectory",
+        *("Environment", "ExecStartPre", "ExecStart", "KillMode", "TimeoutStopSec", "Restart"),
+        *("LimitNOFILE", "Nice"),
         *("NoNewPrivileges", "PrivateTmp", "ProtectHome", "ProtectSystem", "WantedBy"),
     }
     units = []

@@ -130,16 +130,7 @@ def test_contexts_are_pinned_and_labelled(command: Command, expired: SyntheticCo
 def test_ls_in_a_pipe(command: Command, context: SyntheticContext, expired: SyntheticContext) -> None:
     header, *lines = command.ok("ls").splitlines()
     assert header.split() == [
-        "ID",
-        "NAME",
-        "STATE",
-        "METHODS",
-        "TOKENS",
-        "KV",
-        "INDEX",
-        "MODEL",
-        "CREATED",
-        "EXPIRES",
+        *("ID", "NAME", "STATE", "METHODS", "TOKENS", "KV", "INDEX", "MODEL", "CREATED", "EXPIRES"),
     ]
     rows = {line.split()[0]: line.split()[1:] for line in lines}
     assert rows[context.id][:5] == ["handbook", "READY", "csattention", "37", "6.9"]

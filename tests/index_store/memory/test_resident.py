@@ -94,13 +94,8 @@ def searched_context(method: Method) -> SyntheticContext:
 
 
 _LISTED = (
-    "csattention+dropped",
-    "csattention-paper",
-    "multipole+dropped",
-    "multipole-tree+dropped",
-    "tactic",
-    "quest",
-    "refined+dropped",
+    *("csattention+dropped", "csattention-paper", "multipole+dropped", "multipole-tree+dropped", "tactic"),
+    *("quest", "refined+dropped"),
 )
 _LISTED_KINDS = {method.index.kind for method in map(get_method, _LISTED) if method.index is not None}
 FREED = (
