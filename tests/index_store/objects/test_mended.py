@@ -31,9 +31,7 @@ from index_store.store import catalog, elsewhere
 from index_store.store.catalog import Store
 from index_store.store.files import durable, reading
 from index_store.store.zarr_io import chunk_path
-from tests.index_store.objects import site_process
-from tests.index_store.objects.site_process import book, work
-from tests.index_store.objects.sites import Site
+from tests.index_store.objects.sites import Site, book, look_at_once, site_of, work
 from tests.support.forking import start
 from tests.support.store import SyntheticContext, flip
 from tests.support.waiting import wait_until
@@ -310,12 +308,12 @@ def test_a_folder_that_vanished_is_not_made_anew(tmp_path: Path, context: Synthe
 def test_a_door_which_has_no_torch_can_fetch(tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'bucket'}"
     (tmp_path / "bucket").mkdir()
-    here, courier = site_process.site(tmp_path / "here", url)
+    here, courier = site_of(tmp_path / "here", url)
     context = book(1)
     context.write(here)
-    site_process.look(courier)
-    _, there = site_process.site(tmp_path / "there", url)
-    site_process.look(there)
+    look_at_once(courier)
+    _, there = site_of(tmp_path / "there", url)
+    look_at_once(there)
     program = (
         "import sys; sys.modules['torch'] = None; from index_store.objects.tier import open_store; "
         f"open_store({str(tmp_path / 'there')!r}, objects={url!r}).bring({context.id!r})"
@@ -360,10 +358,10 @@ def killed_at_random(tmp_path: Path, kills: int, seed: int) -> None:
 
 def assert_alike(tmp_path: Path, url: str) -> None:
     """All stores come to hold all contexts, whole."""
-    sites = [site_process.site(tmp_path / name, url) for name in SITES]
+    sites = [site_of(tmp_path / name, url) for name in SITES]
     wanted = {book(seed).id for seed in range(6)}
     for _ in range(20):
-        looked = [site_process.look(courier) for _, courier in sites]
+        looked = [look_at_once(courier) for _, courier in sites]
         # Whoever looks last may upload what the others looked for before.
         if all(looked) and all({each.id for each in store.list()} == wanted for store, _ in sites):
             break
