@@ -53,6 +53,7 @@ from tests.support.store import (
     add_index,
     indexed_context,
     open_files,
+    raising,
     synthetic_context,
 )
 
@@ -445,11 +446,8 @@ def test_nothing_is_derived_after_the_release() -> None:
 def test_what_could_not_be_made_is_tried_again() -> None:
     resident = resident_context()
 
-    def fail() -> int:
-        raise ValueError("once")
-
     with pytest.raises(ValueError, match="once"):
-        resident.derived("number", fail)
+        resident.derived("number", raising(ValueError("once")))
     assert resident.derived("number", lambda: 7) == 7
 
 

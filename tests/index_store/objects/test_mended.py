@@ -33,7 +33,7 @@ from index_store.store.files import durable, reading
 from index_store.store.zarr_io import chunk_path
 from tests.index_store.objects.sites import Site, book, look_at_once, site_of, work
 from tests.support.forking import start
-from tests.support.store import SyntheticContext, flip
+from tests.support.store import SyntheticContext, flip, raising
 from tests.support.waiting import wait_until
 
 
@@ -232,11 +232,8 @@ def test_a_deletion_that_was_killed_half_way_is_not_undone(
 ) -> None:
     """The context is gone here, so a second call finds none, which is as good as a deletion."""
 
-    def die(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "remove_tree", die)
+        patch.setattr(durable, "remove_tree", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             here.store.delete(context.id)
     with pytest.raises(ContextNotFoundError):
@@ -273,13 +270,10 @@ def test_a_look_while_a_context_is_deleted_does_not_bring_it_back(
 def test_notes_that_cannot_be_read_now_are_no_fault_of_the_program(
     here: Site, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_text", raising(OSError(errno.EMFILE, "Too many open files")))
     with pytest.raises(StoreUnavailableError, match="Too many open files"):
         here.store.elsewhere(context.id)
-    monkeypatch.setattr(elsewhere.os, "listdir", refuse)
+    monkeypatch.setattr(elsewhere.os, "listdir", raising(OSError(errno.EMFILE, "Too many open files")))
     with pytest.raises(StoreUnavailableError, match="Too many open files"):
         here.store.notes.forlorn()
 

@@ -42,6 +42,7 @@ from tests.support.store import (
     add_index,
     continuation,
     make_whole,
+    raising,
     synthetic_context,
 )
 from tests.support.waiting import wait_until
@@ -295,11 +296,8 @@ def test_who_does_not_wait_is_told_how_far_it_is(here: Site, there: Site, contex
         there.store.bring(context.id, limit_s=0.0)
     assert raised.value.retry_after_s == 5.0
 
-    def leave() -> None:
-        raise InterruptedError
-
     with pytest.raises(InterruptedError):
-        there.store.bring(context.id, leave)
+        there.store.bring(context.id, raising(InterruptedError))
     go.set()
     there.store.bring(context.id)  # which went on
     assert not there.store.elsewhere(context.id)
@@ -410,11 +408,10 @@ def test_a_full_disk_fails_the_fetch_alone(
     here: Site, there: Site, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("index_store.store.writer.ArrayFiles.write_part", full)
+        patch.setattr(
+            "index_store.store.writer.ArrayFiles.write_part", raising(OSError(28, "No space left on device"))
+        )
         with pytest.raises(StoreFullError):
             there.store.bring(context.id)
     assert there.store.elsewhere(context.id)
@@ -672,16 +669,13 @@ def test_a_fetch_that_nobody_waits_for_never_begins(
     stuck = threading.Event()
     there.fails(before=lambda verb, key: stuck.wait(60))
 
-    def leave() -> None:
-        raise TimeoutError
-
     asked, unwanted, wanted = [context, *others[: MOST_FETCHES - 1]], others[-2], others[-1]
     for each in (*asked, wanted):
         with pytest.raises(ContextFetchingError):
             there.store.bring(each.id, limit_s=0.0)
     for each in (*asked, unwanted, wanted):
         with pytest.raises(TimeoutError):
-            there.store.bring(each.id, check=leave)
+            there.store.bring(each.id, check=raising(TimeoutError))
     assert {each.id for each in there.tier.fetches()} == {each.id for each in (*asked, wanted)}
     stuck.set()
     wait_until(lambda: there.tier._workers == 0)

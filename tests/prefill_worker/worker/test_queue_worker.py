@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from index_store.cli.console import SilentReporter
-from index_store.errors import SparseKVError, StoreFullError, StoreUnavailableError
+from index_store.errors import StoreFullError, StoreUnavailableError
 from index_store.family.children import publish_child, read_own_rows
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import MOST_PRIORITY, JobFolder, JobOrder, JobProgress, JobRecord, JobState
@@ -43,7 +43,7 @@ from prefill_worker.worker.queue_worker import MOST_ATTEMPTS, JobProgressWriter,
 from tests.prefill_worker.conftest import DOCUMENT
 from tests.support.forking import kill_after, run, start
 from tests.support.models import LAYER_KINDS, write_model_folder
-from tests.support.store import continuation
+from tests.support.store import continuation, raising
 from tests.support.waiting import wait_until
 
 CHUNK = 50
@@ -425,15 +425,6 @@ def test_only_who_comes_further_than_all_before_is_no_attempt(queue: JobQueue) -
     assert (last.attempts, last.furthest, last.progress.layers_done) == (1, (10, 2), 2)
 
 
-def fail_with(error: SparseKVError) -> Callable[..., Any]:
-    """Stands in for what cannot be done."""
-
-    def fail(*arguments: object) -> None:
-        raise error
-
-    return fail
-
-
 def test_a_full_disk_ends_neither_the_worker_nor_the_job(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     job = shop.order()
     worker, stopping, tries = shop.worker(), Event(), []
@@ -463,7 +454,7 @@ def test_a_store_that_does_not_answer_is_asked_again_and_keeps_the_checkpoint(
 ) -> None:
     job = shop.order()
     with monkeypatch.context() as patch:
-        patch.setattr(ContextWriter, "publish", fail_with(StoreUnavailableError("cannot be read now")))
+        patch.setattr(ContextWriter, "publish", raising(StoreUnavailableError("cannot be read now")))
         for _ in range(2):
             with pytest.raises(StoreUnavailableError):
                 shop.worker().work_once()
@@ -477,7 +468,7 @@ def test_a_store_that_does_not_answer_is_asked_again_and_keeps_the_checkpoint(
 def test_a_store_that_stays_full_ends_the_job(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     job = shop.order()
     worker = shop.worker()
-    monkeypatch.setattr(worker, "_carry_out", fail_with(StoreFullError("no space is left")))
+    monkeypatch.setattr(worker, "_carry_out", raising(StoreFullError("no space is left")))
     for _ in range(MOST_ATTEMPTS - 1):
         with pytest.raises(StoreFullError):
             worker.work_once()

@@ -18,7 +18,7 @@ from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up, find_leftovers, remove_if
 from index_store.store.files.durable import locked_file
 from index_store.store.zarr_io import chunk_path
-from tests.support.store import CREATED, SyntheticContext, bits, continuation, synthetic_context
+from tests.support.store import CREATED, SyntheticContext, bits, continuation, raising, synthetic_context
 
 
 def test_expired_context(store: Store) -> None:
@@ -135,12 +135,9 @@ def test_a_store_that_cannot_be_written_to_is_read(
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
         return original(path, flags, *args, **kwargs)
 
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
     monkeypatch.setattr(os, "open", open_file)
     for name in ("mkdir", "unlink", "rename", "rmdir"):
-        monkeypatch.setattr(os, name, refuse)
+        monkeypatch.setattr(os, name, raising(OSError(errno.EROFS, os.strerror(errno.EROFS))))
     for create in (False, True):
         store = Store(stored.path, create=create)
         assert store.entries() == [context.manifest]
