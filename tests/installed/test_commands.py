@@ -30,6 +30,7 @@ from index_store.cli.options import (
     flag_of,
     options_of,
 )
+from tests.support.forking import ran
 
 PACKAGES = {
     "index-store": "index_store",
@@ -393,7 +394,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--wheel-dir",
         str(folder),
     ]
-    built = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+    built = ran([*command, str(source)])
     assert built.returncode == 0, built.stderr
     (found,) = folder.glob("*.whl")
     return found
@@ -412,14 +413,7 @@ def run(unpacked: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     elsewhere = unpacked.parent / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=elsewhere,
-        env=environment | {"PYTHONPATH": str(unpacked)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return ran([sys.executable, *arguments], cwd=elsewhere, env=environment | {"PYTHONPATH": str(unpacked)})
 
 
 @pytest.mark.nightly

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,19 +14,14 @@ import torch
 from decode_engine.model.runner import ModelRunner
 from index_store.models.loading import identify, load_model, load_tokenizer, resolve_model
 from tests.ops.scripts import load_script
+from tests.support.forking import ran
 from tests.support.models import write_tokenizer
 
 SCRIPTS = Path(__file__).parents[2] / "ops" / "reader"
 
 
 def run_script(name: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / name), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )
+    done = ran([sys.executable, str(SCRIPTS / name), *arguments], env={**os.environ, "OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr[-3000:]
 
 

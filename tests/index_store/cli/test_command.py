@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from index_store.errors import format_bytes
 from index_store.store.catalog import Store
 from index_store.store.zarr_io import chunk_path
 from tests.index_store.cli.conftest import Command
+from tests.support.forking import ran
 from tests.support.store import SyntheticContext, flip, synthetic_context
 
 
@@ -306,11 +306,5 @@ while True:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
 def test_a_signal_that_finds_a_finalizer_ends_the_command(number: signal.Signals, code: int) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", COMMAND, str(int(number))],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    ended = ran([sys.executable, "-c", COMMAND, str(int(number))], timeout=300)
     assert (ended.stdout, ended.returncode) == ("dropped\n", code)

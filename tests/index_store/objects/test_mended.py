@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -32,7 +31,7 @@ from index_store.store.catalog import Store
 from index_store.store.files import durable, reading
 from index_store.store.zarr_io import chunk_path
 from tests.index_store.objects.sites import Site, book, look_at_once, site_of, work
-from tests.support.forking import start
+from tests.support.forking import ran, start
 from tests.support.store import SyntheticContext, flip, raising
 from tests.support.waiting import wait_until
 
@@ -312,9 +311,7 @@ def test_a_door_which_has_no_torch_can_fetch(tmp_path: Path) -> None:
         "import sys; sys.modules['torch'] = None; from index_store.objects.tier import open_store; "
         f"open_store({str(tmp_path / 'there')!r}, objects={url!r}).bring({context.id!r})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], timeout=120, check=False, capture_output=True, text=True
-    )
+    done = ran([sys.executable, "-c", program], timeout=120)
     assert done.returncode == 0, done.stderr
     assert not Store(tmp_path / "there").verify(context.id)
 

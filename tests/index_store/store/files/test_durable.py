@@ -6,7 +6,6 @@ import fcntl
 import os
 import socket
 import stat
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from index_store.store.files import durable, reading
 from index_store.store.files.durable import clear_free_lock, is_locked, locked_file, make_folder
 from index_store.store.files.reading import Readers, WrongFileError, may_block, read_bounded, read_file
 from tests.index_store.store.test_tuned_defaults import record
+from tests.support.forking import ran
 from tests.support.store import raising, synthetic_context
 from tests.support.waiting import wait_until
 
@@ -345,9 +345,7 @@ def test_a_process_ends_although_a_read_hangs() -> None:
         "        threading.Event().wait()\n"
         "read_bounded(hang, limit_s=0.05)\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
+    ended = ran([sys.executable, "-c", program], timeout=120)
     assert ended.returncode == 1
     assert "StoreUnavailableError: slow: the file system has not answered" in ended.stderr
 
