@@ -24,6 +24,8 @@ from decode_engine.settings.config import ServeConfig
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.presets import METHODS, get_method
 from index_store.store.catalog import Store
+from tests.installed.test_commands import all_commands
+from tests.support.forking import ran
 from tests.support.serving.service import loaded
 from tests.test_layers import FLOORS
 
@@ -55,7 +57,7 @@ def examples(document: str = "README.md") -> list[Example]:
 def tracked_files() -> list[Path]:
     """Files of the project, by git where there is a repository."""
     command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    listed = ran(command)
     if listed.returncode == 0:
         return [Path(line) for line in listed.stdout.splitlines() if (ROOT / line).exists()]
     visible = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
@@ -117,38 +119,9 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
     text = document.read_text()
     paths = set(re.findall(r"\bops/[\w/.-]*\w", text)) | set(re.findall(r"`(\w+/[\w/]+\.\w+)`", text))
     assert sorted(path for path in paths if not (ROOT / path).exists()) == []
-    known = {
-        "prefill-worker": {"run", "corpus", "add-index", "detach", "serve"},
-        "decode-engine": {
-            "contexts",
-            "operations",
-            "serve",
-            "ask",
-            "chat",
-            "status",
-            "tenants",
-            "drain",
-            "methods",
-            "evaluate",
-            "fetch-model",
-            "make-document",
-            "token",
-            "tune",
-        },
-        "index-store": {
-            "ls",
-            "show",
-            "name",
-            "update",
-            "verify",
-            "rm",
-            "gc",
-            "export",
-            "import",
-            "sync",
-            "fetch",
-        },
-    }
+    known = {"index-store": {"name"}}  # of which the log tells
+    for command, *words in all_commands():
+        known.setdefault(command, set()).update(words[:1])
     for command, subcommands in known.items():
         shown = set(re.findall(rf"^(?:\S*/)?{command} ([a-z-]+)", text, re.MULTILINE))
         shown |= set(re.findall(rf"`{command} ([a-z-]+)", text))
@@ -186,7 +159,7 @@ def test_expressions_in_the_documents_mean_something(document: Path) -> None:
 
 def test_the_page_of_the_api_is_what_the_code_says() -> None:
     command = [sys.executable, str(ROOT / "ops/pages/api_page.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = ran(command)
     assert done.returncode == 0, done.stderr
 
 
@@ -251,9 +224,7 @@ def run_blocks(blocks: list[Example], tmp_path: Path) -> None:
 
 def check(example: Example, folder: Path, environment: dict[str, str]) -> None:
     shell = [sys.executable, "-c"] if example.how == "python" else ["bash", "-euo", "pipefail", "-c"]
-    done = subprocess.run(
-        [*shell, example.code], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    done = ran([*shell, example.code], cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     assert example.prints is None or example.prints in done.stdout
 
@@ -277,7 +248,7 @@ class Desk:
     def run(self, example: str, *arguments: str) -> str:
         """What an example prints."""
         command = [sys.executable, str(EXAMPLES / example), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = ran(command)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -30,6 +30,7 @@ from index_store.cli.options import (
     flag_of,
     options_of,
 )
+from tests.support.forking import ran
 
 PACKAGES = {
     "index-store": "index_store",
@@ -221,7 +222,8 @@ def test_what_is_no_address_is_refused(
         refuse(option, value)
 
 
-def _helps() -> Iterator[tuple[str, ...]]:
+def all_commands() -> Iterator[tuple[str, ...]]:
+    """Words of commands and groups of them, such as `decode-engine contexts ls`."""
     for name, package in PACKAGES.items():
         app = _app(package)
         groups = [name, *(f"{name} {group.name}" for group in app.registered_groups)]
@@ -229,7 +231,7 @@ def _helps() -> Iterator[tuple[str, ...]]:
             yield tuple(command.split())
 
 
-@pytest.mark.parametrize("command", tuple(_helps()), ids=" ".join)
+@pytest.mark.parametrize("command", tuple(all_commands()), ids=" ".join)
 def test_help_is_text_that_wraps(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,14 +269,7 @@ QUICK = {
         *(
             f"{word} --help"
             for word in (
-                "serve",
-                "ask",
-                "chat",
-                "evaluate",
-                "fetch-model",
-                "make-document",
-                "tune",
-                "contexts",
+                *("serve", "ask", "chat", "evaluate", "fetch-model", "make-document", "tune", "contexts"),
                 "operations",
             )
         ),
@@ -378,8 +373,6 @@ SCRIPTS = {
     "decode-engine": "decode_engine.__main__:main",
 }
 
-pytestmark = pytest.mark.nightly
-
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -401,7 +394,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--wheel-dir",
         str(folder),
     ]
-    built = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+    built = ran([*command, str(source)])
     assert built.returncode == 0, built.stderr
     (found,) = folder.glob("*.whl")
     return found
@@ -420,16 +413,10 @@ def run(unpacked: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     elsewhere = unpacked.parent / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=elsewhere,
-        env=environment | {"PYTHONPATH": str(unpacked)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return ran([sys.executable, *arguments], cwd=elsewhere, env=environment | {"PYTHONPATH": str(unpacked)})
 
 
+@pytest.mark.nightly
 def test_every_module_and_data_file_is_in_the_wheel(unpacked: Path) -> None:
     for package, base in (("index_store", ROOT), ("prefill_worker", ROOT), ("decode_engine", ROOT)):
         expected = {path.relative_to(base) for path in (base / package).rglob("*.py")}
@@ -442,6 +429,7 @@ def test_every_module_and_data_file_is_in_the_wheel(unpacked: Path) -> None:
         }
 
 
+@pytest.mark.nightly
 def test_metadata(unpacked: Path) -> None:
     (info,) = unpacked.glob("sparsekv-*.dist-info")
     entry_points = (info / "entry_points.txt").read_text()
@@ -451,6 +439,7 @@ def test_metadata(unpacked: Path) -> None:
     assert "License-Expression: Apache-2.0" in (info / "METADATA").read_text()
 
 
+@pytest.mark.nightly
 def test_imports_come_from_the_wheel(unpacked: Path) -> None:
     names = (
         "index_store, prefill_worker, decode_engine, sparsekv.v1.generation_pb2, sparsekv.v1.context_pb2_grpc"
@@ -461,6 +450,7 @@ def test_imports_come_from_the_wheel(unpacked: Path) -> None:
     assert done.stdout.count(str(unpacked)) == len(names.split(","))
 
 
+@pytest.mark.nightly
 def test_the_packaged_reader_prefills_and_the_store_lists_it(unpacked: Path, tmp_path: Path) -> None:
     document, questions, store = tmp_path / "document.txt", tmp_path / "questions.jsonl", tmp_path / "store"
     made = run(

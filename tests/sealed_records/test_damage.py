@@ -27,12 +27,7 @@ WHERE = "a folder/record.json"
 ONE_OF_EACH: dict[str, tuple[Sealed[Any], Any]] = {
     name: KINDS[name]
     for name in (
-        "manifest-windowed",
-        "manifest-owned",
-        "job-held",
-        "default-keep",
-        "tokens",
-        "tokens-owned",
+        *("manifest-windowed", "manifest-owned", "job-held", "default-keep", "tokens", "tokens-owned"),
         "checkpoint",
     )
 }

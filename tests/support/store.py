@@ -349,6 +349,15 @@ def flip(path: Path, position: int = 5, bit: int = 0) -> None:
     path.write_bytes(data)
 
 
+def raising(error: BaseException | type[BaseException]) -> Callable[..., Any]:
+    """Stands in for what fails so."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
 def open_files(folder: Path) -> list[str]:
     """Files below a folder that this process has open; those of servers that run in it are no concern of a test's."""
     found = []

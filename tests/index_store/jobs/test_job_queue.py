@@ -33,6 +33,7 @@ from index_store.jobs.uploads import LIFETIME, Upload, Uploads
 from index_store.store.catalog import Store
 from index_store.store.files import durable
 from index_store.store.store_folders import JOB_LOCK_PREFIX
+from tests.support.store import raising
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -357,11 +358,8 @@ def test_what_is_removed_meanwhile_is_gone(uploads: Uploads, tmp_path: Path) -> 
 def test_what_cannot_be_listed_now_is_not_gone(uploads: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
     there = send(uploads, b"text")
 
-    def refuse(path: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_status", refuse)
+        patch.setattr(module, "_status", raising(OSError(errno.EIO, os.strerror(errno.EIO))))
         with pytest.raises(StoreUnavailableError):
             uploads.read(there.id)
     assert uploads.read(there.id) == b"text"

@@ -39,6 +39,7 @@ from tests.support.store import (
     RecordingLocker,
     SyntheticContext,
     bits,
+    raising,
     synthetic_context,
 )
 from tests.support.waiting import wait_until
@@ -285,10 +286,7 @@ def test_an_interrupted_load_frees_its_place(many: Many) -> None:
     locker = RecordingLocker()
     arena = Arena(SIZE, locker)
 
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    locker.before = interrupt
+    locker.before = raising(KeyboardInterrupt)
     with pytest.raises(StoreError, match="interrupted"):
         touch(arena, store, contexts[0])
     assert arena.stats().used.total == 0

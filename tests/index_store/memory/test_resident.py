@@ -53,6 +53,7 @@ from tests.support.store import (
     add_index,
     indexed_context,
     open_files,
+    raising,
     synthetic_context,
 )
 
@@ -94,13 +95,8 @@ def searched_context(method: Method) -> SyntheticContext:
 
 
 _LISTED = (
-    "csattention+dropped",
-    "csattention-paper",
-    "multipole+dropped",
-    "multipole-tree+dropped",
-    "tactic",
-    "quest",
-    "refined+dropped",
+    *("csattention+dropped", "csattention-paper", "multipole+dropped", "multipole-tree+dropped", "tactic"),
+    *("quest", "refined+dropped"),
 )
 _LISTED_KINDS = {method.index.kind for method in map(get_method, _LISTED) if method.index is not None}
 FREED = (
@@ -450,11 +446,8 @@ def test_nothing_is_derived_after_the_release() -> None:
 def test_what_could_not_be_made_is_tried_again() -> None:
     resident = resident_context()
 
-    def fail() -> int:
-        raise ValueError("once")
-
     with pytest.raises(ValueError, match="once"):
-        resident.derived("number", fail)
+        resident.derived("number", raising(ValueError("once")))
     assert resident.derived("number", lambda: 7) == 7
 
 
@@ -618,12 +611,6 @@ def test_keys_and_values_of_contexts_are_mapped(store: Store) -> None:
     assert arena.stats().page_locked_bytes == 0
 
 
-def on_gpu(test: Callable[[], None]) -> Callable[[], None]:
-    needed = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    marked: Callable[[], None] = pytest.mark.gpu(needed(test))
-    return marked
-
-
 CUDA = torch.device("cuda")
 SHAPE = (3, 1000, 2, 64)
 
@@ -647,7 +634,7 @@ def available_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_a_device_reads_what_cores_have_written() -> None:
     kv, expected = mapped_kv()
     assert is_mapped(kv)
@@ -661,7 +648,7 @@ def test_a_device_reads_what_cores_have_written() -> None:
     assert torch.equal(view[1, 1].cpu(), torch.ones(2, 64).bfloat16())
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_copies_and_picked_rows_are_those_of_other_memory() -> None:
     kv, expected = mapped_kv()
     assert torch.equal(copy_source(kv, CUDA).clone().cpu(), expected)
@@ -674,7 +661,7 @@ def test_copies_and_picked_rows_are_those_of_other_memory() -> None:
     assert torch.equal(torch.cat(blocks, dim=1), expected)
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_memory_lives_as_long_as_tensors_refer_to_it() -> None:
     memory = map_memory(2**22, CUDA)
     part = memory[2**21 :].view(torch.int32)
@@ -685,7 +672,7 @@ def test_memory_lives_as_long_as_tensors_refer_to_it() -> None:
     assert bool((view == 7).all())
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_memory_goes_back_to_the_system() -> None:
     before = available_bytes()
     for _ in range(8):

@@ -20,12 +20,18 @@ def bucket() -> Bucket:
 def here(tmp_path: Path, bucket: Bucket, context: SyntheticContext) -> Site:
     """A site that has the context, and has uploaded it."""
     site = Site.at(tmp_path / "here", bucket)
-    context.write(site.store)
-    site.settle()
+    site.add(context)
     return site
 
 
 @pytest.fixture
-def there(tmp_path: Path, bucket: Bucket) -> Site:
-    """Another one, which has nothing."""
-    return Site.at(tmp_path / "there", bucket)
+def unaware(tmp_path: Path, here: Site) -> Site:
+    """Another one, which has nothing, and has not looked yet."""
+    return Site.at(tmp_path / "there", here.tier.bucket)
+
+
+@pytest.fixture
+def there(unaware: Site) -> Site:
+    """Another one, which has looked what there is, and fetched nothing."""
+    unaware.settle()
+    return unaware

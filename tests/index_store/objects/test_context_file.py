@@ -35,7 +35,7 @@ from index_store.objects.context_file import (
 from index_store.store.catalog import Store
 from index_store.store.zarr_io import chunk_path
 from tests.index_store.cli.conftest import Command, command
-from tests.support.store import SyntheticContext, add_index, continuation, synthetic_context
+from tests.support.store import SyntheticContext, add_index, continuation, raising, synthetic_context
 
 __all__ = ["command"]  # a fixture
 
@@ -237,10 +237,9 @@ def test_what_is_spoiled_on_the_way_is_read_again(file: Path) -> None:
 
 
 def test_a_full_disk_leaves_nothing(file: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("index_store.store.writer.ArrayFiles.write_part", full)
+    monkeypatch.setattr(
+        "index_store.store.writer.ArrayFiles.write_part", raising(OSError(28, "No space left on device"))
+    )
     with pytest.raises(StoreFullError):
         import_context(store, file)
     assert_untouched(store)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -31,11 +30,9 @@ from index_store.store import catalog, elsewhere
 from index_store.store.catalog import Store
 from index_store.store.files import durable, reading
 from index_store.store.zarr_io import chunk_path
-from tests.index_store.objects import site_process
-from tests.index_store.objects.site_process import book, work
-from tests.index_store.objects.sites import Site
-from tests.support.forking import start
-from tests.support.store import SyntheticContext, flip
+from tests.index_store.objects.sites import Site, book, look_at_once, site_of, work
+from tests.support.forking import ran, start
+from tests.support.store import SyntheticContext, flip, raising
 from tests.support.waiting import wait_until
 
 
@@ -93,10 +90,8 @@ def test_nothing_is_mended_from_what_is_not_held_or_another_edition(
 
 
 def test_what_is_damaged_in_the_bucket_is_uploaded_again_by_who_has_it(
-    tmp_path: Path, here: Site, bucket: Bucket, context: SyntheticContext
+    here: Site, there: Site, bucket: Bucket, context: SyntheticContext
 ) -> None:
-    there = Site.at(tmp_path / "there", bucket)
-    there.settle()
     key = content_key(context.manifest)
     data = bucket.get(key)
     for number, spoilt in enumerate((data[:-1], data[:-3000] + bytes(3000), data[:40]), 1):
@@ -119,28 +114,25 @@ def test_what_is_damaged_in_the_bucket_is_uploaded_again_by_who_has_it(
 
 
 def test_a_record_that_is_damaged_in_the_bucket_is_written_again(
-    tmp_path: Path, here: Site, bucket: Bucket
+    here: Site, unaware: Site, bucket: Bucket
 ) -> None:
-    there = Site.at(tmp_path / "there", bucket)
     (held,) = look(bucket).values()
     data = bucket.get(held.key)
     for spoilt in (data[:-40], data.replace(b"handbook", b"handbooj")):
         bucket.put(held.key, iter([spoilt]), len(spoilt))
-        assert not there.courier.look()
-        assert held.key in there.courier.state().problem
-        assert there.store.list() == []
+        assert not unaware.courier.look()
+        assert held.key in unaware.courier.state().problem
+        assert unaware.store.list() == []
     here.settle()
-    there.settle()
-    assert there.courier.state().problem == ""
-    assert [each.name for each in there.store.list()] == ["handbook"]
+    unaware.settle()
+    assert unaware.courier.state().problem == ""
+    assert [each.name for each in unaware.store.list()] == ["handbook"]
 
 
 def test_what_is_damaged_on_both_sides_is_lost_no_further(
-    tmp_path: Path, here: Site, bucket: Bucket, context: SyntheticContext
+    here: Site, there: Site, bucket: Bucket, context: SyntheticContext
 ) -> None:
     """Neither side is served, and neither takes from the other what it has of it."""
-    there = Site.at(tmp_path / "there", bucket)
-    there.settle()
     key = content_key(context.manifest)
     spoilt = bucket.get(key)[:-3000] + bytes(3000)
     bucket.put(key, iter([spoilt]), len(spoilt))
@@ -183,7 +175,6 @@ def test_a_store_that_forgot_what_it_saw_undoes_nobodys_change(
     def forget(site: Site) -> None:
         site.tier.marks.remove(context.id)
 
-    there.settle()
     for number, (changer, other) in enumerate([(here, there), (there, here)]):
         labels = {"n": str(number)}
         changer.store.update(context.id, lambda present: replace(present, labels=labels))  # noqa: B023
@@ -202,7 +193,6 @@ def test_a_store_that_forgot_what_it_saw_undoes_nobodys_change(
 def test_what_a_store_saw_and_cannot_read_now_is_not_forgotten(
     here: Site, there: Site, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there.settle()
 
     def no_handles(path: object, *how: object, **named: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files", str(path))
@@ -241,12 +231,8 @@ def test_a_deletion_that_was_killed_half_way_is_not_undone(
 ) -> None:
     """The context is gone here, so a second call finds none, which is as good as a deletion."""
 
-    def die(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    there.settle()
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "remove_tree", die)
+        patch.setattr(durable, "remove_tree", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             here.store.delete(context.id)
     with pytest.raises(ContextNotFoundError):
@@ -283,13 +269,10 @@ def test_a_look_while_a_context_is_deleted_does_not_bring_it_back(
 def test_notes_that_cannot_be_read_now_are_no_fault_of_the_program(
     here: Site, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_text", raising(OSError(errno.EMFILE, "Too many open files")))
     with pytest.raises(StoreUnavailableError, match="Too many open files"):
         here.store.elsewhere(context.id)
-    monkeypatch.setattr(elsewhere.os, "listdir", refuse)
+    monkeypatch.setattr(elsewhere.os, "listdir", raising(OSError(errno.EMFILE, "Too many open files")))
     with pytest.raises(StoreUnavailableError, match="Too many open files"):
         here.store.notes.forlorn()
 
@@ -318,19 +301,17 @@ def test_a_folder_that_vanished_is_not_made_anew(tmp_path: Path, context: Synthe
 def test_a_door_which_has_no_torch_can_fetch(tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'bucket'}"
     (tmp_path / "bucket").mkdir()
-    here, courier = site_process.site(tmp_path / "here", url)
+    here, courier = site_of(tmp_path / "here", url)
     context = book(1)
     context.write(here)
-    site_process.look(courier)
-    _, there = site_process.site(tmp_path / "there", url)
-    site_process.look(there)
+    look_at_once(courier)
+    _, there = site_of(tmp_path / "there", url)
+    look_at_once(there)
     program = (
         "import sys; sys.modules['torch'] = None; from index_store.objects.tier import open_store; "
         f"open_store({str(tmp_path / 'there')!r}, objects={url!r}).bring({context.id!r})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], timeout=120, check=False, capture_output=True, text=True
-    )
+    done = ran([sys.executable, "-c", program], timeout=120)
     assert done.returncode == 0, done.stderr
     assert not Store(tmp_path / "there").verify(context.id)
 
@@ -368,10 +349,10 @@ def killed_at_random(tmp_path: Path, kills: int, seed: int) -> None:
 
 def assert_alike(tmp_path: Path, url: str) -> None:
     """All stores come to hold all contexts, whole."""
-    sites = [site_process.site(tmp_path / name, url) for name in SITES]
+    sites = [site_of(tmp_path / name, url) for name in SITES]
     wanted = {book(seed).id for seed in range(6)}
     for _ in range(20):
-        looked = [site_process.look(courier) for _, courier in sites]
+        looked = [look_at_once(courier) for _, courier in sites]
         # Whoever looks last may upload what the others looked for before.
         if all(looked) and all({each.id for each in store.list()} == wanted for store, _ in sites):
             break

@@ -20,7 +20,7 @@ from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
 from tests.index_store.store.writing.writer_processes import WRITING, die_at_call
 from tests.prefill_worker.conftest import MakeConfig, hidden_entries
-from tests.support.forking import killed_at_each_step, start
+from tests.support.forking import killed_at_each_step, ran, start
 from tests.support.models import LAYER_KINDS, write_model_folder
 
 
@@ -125,7 +125,7 @@ def test_a_disk_limit_ends_the_job_with_a_sentence(make_config: MakeConfig) -> N
     # No bytecode is written under the limit, which would cut it off for everybody who imports it later.
     limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "limited", *command(config)]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(limited, capture_output=True, text=True, check=False, env=environment)
+    done = ran(limited, env=environment)
     assert done.returncode == 1
     assert done.stdout == ""
     last = done.stderr.strip().splitlines()[-1]

@@ -16,10 +16,7 @@ from prefill_worker.reading.query_sample import plan_sample
 from tests.prefill_worker.conftest import MakeConfig, run
 from tests.support.models import write_model_folder
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(

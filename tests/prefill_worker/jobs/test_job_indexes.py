@@ -44,7 +44,7 @@ from prefill_worker.reading.query_sample import plan_sample
 from tests.prefill_worker.conftest import DOCUMENT, MakeConfig, hidden_entries, run
 from tests.support.models import write_model_folder
 from tests.support.search import step
-from tests.support.store import continuation
+from tests.support.store import continuation, raising
 
 
 def test_several_methods_share_a_context(make_config: MakeConfig) -> None:
@@ -301,11 +301,8 @@ def test_what_fails_while_adding_leaves_the_context(
 ) -> None:
     first = run(make_config()).manifest
 
-    def full(self: ContextWriter, *arguments: object) -> None:
-        raise StoreFullError("no space is left")
-
     with monkeypatch.context() as patched:
-        patched.setattr(ContextWriter, "write_rows", full)
+        patched.setattr(ContextWriter, "write_rows", raising(StoreFullError("no space is left")))
         with pytest.raises(StoreFullError):
             run(make_config(method=("quest",)))
     store = Store(make_config().store)

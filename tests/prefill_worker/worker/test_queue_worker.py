@@ -6,9 +6,11 @@ import errno
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, BinaryIO
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 from index_store.cli.console import SilentReporter
-from index_store.errors import SparseKVError, StoreFullError, StoreUnavailableError
+from index_store.errors import StoreFullError, StoreUnavailableError
 from index_store.family.children import publish_child, read_own_rows
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import MOST_PRIORITY, JobFolder, JobOrder, JobProgress, JobRecord, JobState
@@ -41,7 +43,7 @@ from prefill_worker.worker.queue_worker import MOST_ATTEMPTS, JobProgressWriter,
 from tests.prefill_worker.conftest import DOCUMENT
 from tests.support.forking import kill_after, run, start
 from tests.support.models import LAYER_KINDS, write_model_folder
-from tests.support.store import continuation
+from tests.support.store import continuation, raising
 from tests.support.waiting import wait_until
 
 CHUNK = 50
@@ -205,17 +207,24 @@ def test_a_damaged_checkpoint_is_read_again_and_told(
     assert ("the checkpoint is damaged" in told) == (damage != "list gone")
 
 
+def before_layer(patch: pytest.MonkeyPatch, layer: int, act: Callable[[], object]) -> None:
+    """Something happens before the indexes of a layer are built."""
+    build = IndexWriting.build
+
+    def act_and_build(writing: IndexWriting, number: int, *arguments: Any) -> Any:
+        if number == layer:
+            act()
+        return build(writing, number, *arguments)
+
+    patch.setattr(IndexWriting, "build", act_and_build)
+
+
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Layers whose indexes are built."""
     made: list[int] = []
-    build = IndexWriting.build
-
-    def count(writing: IndexWriting, layer: int, *arguments: Any) -> Any:
-        made.append(layer)
-        return build(writing, layer, *arguments)
-
-    monkeypatch.setattr(IndexWriting, "build", count)
+    for layer in range(5):
+        before_layer(monkeypatch, layer, partial(made.append, layer))
     return made
 
 
@@ -416,15 +425,6 @@ def test_only_who_comes_further_than_all_before_is_no_attempt(queue: JobQueue) -
     assert (last.attempts, last.furthest, last.progress.layers_done) == (1, (10, 2), 2)
 
 
-def fail_with(error: SparseKVError) -> Callable[..., Any]:
-    """Stands in for what cannot be done."""
-
-    def fail(*arguments: object) -> None:
-        raise error
-
-    return fail
-
-
 def test_a_full_disk_ends_neither_the_worker_nor_the_job(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     job = shop.order()
     worker, stopping, tries = shop.worker(), Event(), []
@@ -454,7 +454,7 @@ def test_a_store_that_does_not_answer_is_asked_again_and_keeps_the_checkpoint(
 ) -> None:
     job = shop.order()
     with monkeypatch.context() as patch:
-        patch.setattr(ContextWriter, "publish", fail_with(StoreUnavailableError("cannot be read now")))
+        patch.setattr(ContextWriter, "publish", raising(StoreUnavailableError("cannot be read now")))
         for _ in range(2):
             with pytest.raises(StoreUnavailableError):
                 shop.worker().work_once()
@@ -468,7 +468,7 @@ def test_a_store_that_does_not_answer_is_asked_again_and_keeps_the_checkpoint(
 def test_a_store_that_stays_full_ends_the_job(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     job = shop.order()
     worker = shop.worker()
-    monkeypatch.setattr(worker, "_carry_out", fail_with(StoreFullError("no space is left")))
+    monkeypatch.setattr(worker, "_carry_out", raising(StoreFullError("no space is left")))
     for _ in range(MOST_ATTEMPTS - 1):
         with pytest.raises(StoreFullError):
             worker.work_once()
@@ -588,16 +588,11 @@ def test_a_worker_that_ends_in_between_leaves_the_child_to_the_next(
     family_shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child = child_of(family_shop)
-    worker, build = family_shop.worker(), IndexWriting.build
+    worker = family_shop.worker()
     worker.order_grown()
 
-    def end(writing: IndexWriting, layer: int, *arguments: Any) -> Any:
-        if layer == 1:
-            raise SystemExit(143)
-        return build(writing, layer, *arguments)
-
     with monkeypatch.context() as patch:
-        patch.setattr(IndexWriting, "build", end)
+        before_layer(patch, 1, lambda: sys.exit(143))
         with pytest.raises(SystemExit):
             worker.work_once()
     (job,) = ordered(family_shop)
@@ -611,15 +606,10 @@ def test_a_child_that_is_deleted_meanwhile_stays_so(
     family_shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child = child_of(family_shop)
-    worker, build = family_shop.worker(), IndexWriting.build
+    worker = family_shop.worker()
     worker.order_grown()
 
-    def delete_first(writing: IndexWriting, layer: int, *arguments: Any) -> Any:
-        if layer == 0:
-            family_shop.contexts.delete(child.id)
-        return build(writing, layer, *arguments)
-
-    monkeypatch.setattr(IndexWriting, "build", delete_first)
+    before_layer(monkeypatch, 0, lambda: family_shop.contexts.delete(child.id))
     assert worker.work_once()
     (job,) = ordered(family_shop)
     assert job.failure.reason == "CONTEXT_NOT_FOUND"

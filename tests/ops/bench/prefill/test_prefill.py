@@ -17,7 +17,6 @@ from tests.support.tiny_model import IDENTITY, make_model
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_loose_clusters_are_not_timed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     build = build_triton.build_device_clusters
 
