@@ -432,7 +432,7 @@ class _StagedReads:
             # By the threads themselves, beside each other: locking pages takes its time.
             buffers = self._own.buffers = StagingBuffers(self._device)
         try:
-            self._context.read_head_pieces(path, layer, head, StagedArray(out, buffers))
+            self._context.read_head(path, layer, head, StagedArray(out, buffers))
         finally:
             buffers.wait()  # also after an error: nothing may be written any more once the memory is given back
 

@@ -28,7 +28,7 @@ REFERENCE = {"docs/api.md", "docs/log.md"}
 
 MOST_LINES = {
     "decode_engine/cli": 2_560,  # tokens have tenants and rights, tenants a table
-    "decode_engine/core": 2_590,  # spans, audits, accounts of tenants; processes of a divided model, and how they follow
+    "decode_engine/core": 2_590,  # spans, audits, accounts of tenants; a divided model's processes
     "decode_engine/engine": 4_190,  # turns between tenants are taken there
     "decode_engine/evaluation": 3_050,
     "decode_engine/gateway": 3_910,
