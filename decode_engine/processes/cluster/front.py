@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from contextlib import AsyncExitStack
 from typing import Self
 
 import aiohttp
@@ -48,6 +49,7 @@ class FrontDoor:
         self._router = Router()
         self._router.update(replicas)
         self._thread = LoopThread("front-door")
+        self._held = AsyncExitStack()
         bounds = Bounds().beside(_PLACES)
         try:
             self.address = self._thread.do(self._start(listen, limits, certificates, shared))
@@ -56,6 +58,7 @@ class FrontDoor:
                 http_listen, app, self._thread.loop, certificates=certificates, bounds=bounds, shared=shared
             )
         except BaseException:
+            self._thread.do(self._held.aclose())
             self._thread.close()
             raise
         self.url = f"{'http' if certificates is None else 'https'}://{self.http.address}"
@@ -77,7 +80,7 @@ class FrontDoor:
     async def _start(
         self, listen: str, limits: Limits, certificates: Certificates | None, shared: bool
     ) -> str:
-        self._session = aiohttp.ClientSession(
+        session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
             connector=aiohttp.TCPConnector(limit=0),
             auto_decompress=False,
@@ -85,6 +88,7 @@ class FrontDoor:
             max_line_size=2**16,
             max_field_size=2**16,
         )
+        self._session = await self._held.enter_async_context(session)
         self._directory = Directory(self._session)
         self._forwarding = GrpcForwarding(self._begin)
         self._gate = Gate(limits, Paths(), Door(), line=logging.DEBUG)  # replicas tell of it
@@ -101,5 +105,5 @@ class FrontDoor:
     async def _stop(self, grace_s: float) -> None:
         await asyncio.gather(self._server.stop(grace_s), self.http.end(grace_s))
         await self._forwarding.close()
-        await self._session.close()
+        await self._held.aclose()
         self._gate.work.close()
