@@ -290,13 +290,7 @@ class WindowLayer:
         self.tail.adopt(other.tail)
 
     def attend(
-        self,
-        q_HTGD: Tensor,
-        keys_HTD: Tensor,
-        values_HTD: Tensor,
-        position: int,
-        *,
-        shared: bool = False,
+        self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int, *, shared: bool = False
     ) -> Tensor:
         """As `SparseLayer.attend`; how a selection would be made has no influence."""
         begin = perf_counter_ns()

@@ -139,13 +139,7 @@ class SparseLayer:
         return KeyRows(self._context_HN2D, self.tail.rows, self._on_host)
 
     def attend(
-        self,
-        q_HTGD: Tensor,
-        keys_HTD: Tensor,
-        values_HTD: Tensor,
-        position: int,
-        *,
-        shared: bool = False,
+        self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int, *, shared: bool = False
     ) -> Tensor:
         """Adds T new keys at `position`.. and returns attention out [H, T, G, d] float32 for their queries.
 
@@ -407,9 +401,7 @@ class SparseLayer:
         return self._context_HN2D[:, start:end]
 
 
-def attend_sparse_together(
-    calls: Sequence[tuple[SparseLayer, Tensor, Tensor, Tensor, int]],
-) -> list[Tensor]:
+def attend_sparse_together(calls: Sequence[tuple[SparseLayer, Tensor, Tensor, Tensor, int]]) -> list[Tensor]:
     """`SparseLayer.attend` of decode steps of sessions that share an index: each gets the bits that it gets alone.
 
     The index is read once for all of them, and so are the values that stand for what nobody selected. Time counts in
