@@ -110,7 +110,7 @@ class SparseLayer:
         self._score_bytes = _SCORE_BYTES if on_cpu or self._budget.per_prompt else _DEVICE_SCORE_BYTES
         self._prompt_score_bytes = _SCORE_BYTES if on_cpu else 4 * _DEVICE_SCORE_BYTES
         self.tail = Tail(heads, head_dim, kv_HN2D.dtype, place)
-        self._exact = DenseLayer(kv_HN2D, figures, device, self.tail, form)
+        self.exact = DenseLayer(kv_HN2D, figures, device, self.tail, form)
         self.observer: Callable[[Observation], None] | None = None
         self.sharing = search.index if on_cpu and self._attends_together else None
 
@@ -129,10 +129,6 @@ class SparseLayer:
     @property
     def nbytes(self) -> int:
         return self.tail.nbytes + sum(appended.nbytes for appended in self._appended.values())
-
-    @property
-    def exact(self) -> DenseLayer:
-        return self._exact
 
     @property
     def _rows(self) -> KeyRows:
