@@ -46,7 +46,8 @@ WINDOW = 31
 """How many keys a query sees, its own included; 0 for all; below 0 those of its own chunk, of so many. Unless for all,
 the address KV is that of key 0, of which, as of other keys that no query sees any more, no row may be there."""
 
-KEY_CODES, VALUE_CODES, KEY_SCALES, KEY_OFFSETS, VALUE_SCALES, VALUE_OFFSETS = range(32, 38)
+COARSE_COPY = range(32, 38)
+KEY_CODES, VALUE_CODES, KEY_SCALES, KEY_OFFSETS, VALUE_SCALES, VALUE_OFFSETS = COARSE_COPY
 """A coarse copy of the context's keys and values, all of KEYS rows: see `coarse.sizes`. Of rows in two planes it is the
 high one, whatever is searched."""
 MISSED = 38

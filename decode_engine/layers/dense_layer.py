@@ -119,7 +119,7 @@ class DenseLayer:
         self.tail.write(position - self._kv_HN2D.shape[1], keys_HTD, values_HTD)
         state = attend_selected(q_HTGD, self.rows(position + count), ids_TK, position, self._form)
         seen = keys_in_window(position, count, ids_TK.shape[1])  # no list has the same one twice
-        self._figures.count_selected(heads * seen, heads * visible_keys(position, count))
+        self._figures.count_dense(heads * seen, heads * visible_keys(position, count))
         self.count_time(perf_counter_ns() - begin)
         return state.out
 
@@ -290,13 +290,7 @@ class WindowLayer:
         self.tail.adopt(other.tail)
 
     def attend(
-        self,
-        q_HTGD: Tensor,
-        keys_HTD: Tensor,
-        values_HTD: Tensor,
-        position: int,
-        *,
-        shared: bool = False,
+        self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int, *, shared: bool = False
     ) -> Tensor:
         """As `SparseLayer.attend`; how a selection would be made has no influence."""
         begin = perf_counter_ns()

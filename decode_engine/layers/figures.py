@@ -60,15 +60,10 @@ class Figures:
         self.audited += 1
         self.audited_kl_nanonats += round(kl * 1e9)
 
-    def count_dense(self, keys: int) -> None:
-        """Notes `keys` attended by a layer that reads everything."""
+    def count_dense(self, keys: int, available: int | None = None) -> None:
+        """Notes `keys` attended by a layer that no search of ours leaves any out of: all, or what the model selects."""
         self.attended += keys
-        self.available += keys
-
-    def count_selected(self, attended: int, available: int) -> None:
-        """Notes keys that the model selected by an index of its own; no search of ours left any out."""
-        self.attended += attended
-        self.available += available
+        self.available += keys if available is None else available
 
     def count_kept(self, keys: int) -> None:
         """Notes `keys` attended because a search chose them."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels.slots import slot_cache as gather_rows
-from decode_engine.kernels.slots.slot_cache import RowCopies
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.fused import HALVES, attend_fused, attend_many, attend_masked, attend_to_themselves
 from index_store.indexes.coarse_rows.two_planes import ContextRows, TwoPlanes
@@ -121,12 +120,7 @@ def _read_rows(kv_HN2D: Tensor, rows_R: Tensor, width: int) -> Tensor:
     """Rows of host memory, by a kernel that reads them from there."""
     out = torch.empty(len(rows_R), width, dtype=kv_HN2D.dtype, device=rows_R.device)
     row_bytes = width * kv_HN2D.element_size()
-    copies = RowCopies(
-        rows_R * row_bytes + kv_HN2D.data_ptr(),
-        torch.arange(len(rows_R), device=rows_R.device) * row_bytes + out.data_ptr(),
-        torch.full((1,), len(rows_R), dtype=torch.int32, device=rows_R.device),
-    )
-    gather_rows.copy_rows(copies, row_bytes)
+    gather_rows.copy_rows(rows_R * row_bytes + kv_HN2D.data_ptr(), out)
     return out
 
 

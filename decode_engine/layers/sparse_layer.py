@@ -110,7 +110,7 @@ class SparseLayer:
         self._score_bytes = _SCORE_BYTES if on_cpu or self._budget.per_prompt else _DEVICE_SCORE_BYTES
         self._prompt_score_bytes = _SCORE_BYTES if on_cpu else 4 * _DEVICE_SCORE_BYTES
         self.tail = Tail(heads, head_dim, kv_HN2D.dtype, place)
-        self._exact = DenseLayer(kv_HN2D, figures, device, self.tail, form)
+        self.exact = DenseLayer(kv_HN2D, figures, device, self.tail, form)
         self.observer: Callable[[Observation], None] | None = None
         self.sharing = search.index if on_cpu and self._attends_together else None
 
@@ -131,21 +131,11 @@ class SparseLayer:
         return self.tail.nbytes + sum(appended.nbytes for appended in self._appended.values())
 
     @property
-    def exact(self) -> DenseLayer:
-        return self._exact
-
-    @property
     def _rows(self) -> KeyRows:
         return KeyRows(self._context_HN2D, self.tail.rows, self._on_host)
 
     def attend(
-        self,
-        q_HTGD: Tensor,
-        keys_HTD: Tensor,
-        values_HTD: Tensor,
-        position: int,
-        *,
-        shared: bool = False,
+        self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int, *, shared: bool = False
     ) -> Tensor:
         """Adds T new keys at `position`.. and returns attention out [H, T, G, d] float32 for their queries.
 
@@ -407,9 +397,7 @@ class SparseLayer:
         return self._context_HN2D[:, start:end]
 
 
-def attend_sparse_together(
-    calls: Sequence[tuple[SparseLayer, Tensor, Tensor, Tensor, int]],
-) -> list[Tensor]:
+def attend_sparse_together(calls: Sequence[tuple[SparseLayer, Tensor, Tensor, Tensor, int]]) -> list[Tensor]:
     """`SparseLayer.attend` of decode steps of sessions that share an index: each gets the bits that it gets alone.
 
     The index is read once for all of them, and so are the values that stand for what nobody selected. Time counts in

@@ -321,19 +321,15 @@ class StepGraph:
 
     def run_layers(self) -> None:
         """The layers, from tokens to logits."""
-        graph = self._graphs.get(None)
-        if graph is None:
-            self.compute()
-        else:
-            graph.replay()
+        self._run(None, self.compute)
 
     def run_choice(self, choice: Choice) -> None:
         """The choice, from logits to results."""
-        graph = self._graphs.get(choice)
-        if graph is None:
-            self.choose_eagerly(choice)
-        else:
-            graph.replay()
+        self._run(choice, partial(self.choose_eagerly, choice))
+
+    def _run(self, part: Choice | None, work: Callable[[], None]) -> None:
+        graph = self._graphs.get(part)
+        (work if graph is None else graph.replay)()
 
     def _fill(self, rows: Sequence[int], tokens: Sequence[int], number: int, ahead: int) -> None:
         """The inputs of these rows; those of others are 0."""

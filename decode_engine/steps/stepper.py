@@ -386,7 +386,7 @@ class Stepper:
         fed = [[token, *draft] for token, draft in zip(tokens, drafts, strict=True)]
         owners = [number for number, own in enumerate(fed) for _ in own]
         rows = [sessions[number] for number in owners], [samplers[number] for number in owners]
-        launched = self._launch_all(rows[0], [token for own in fed for token in own], rows[1], drafted=True)
+        launched = self.launch(rows[0], [token for own in fed for token in own], rows[1], drafted=True)
         results = iter(launched.tokens())
         return [_joined([next(results) for _ in own]) for own in fed]
 
@@ -397,24 +397,19 @@ class Stepper:
         return max(0, rows // len(samplers) - 1)
 
     def launch(
-        self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler]
-    ) -> LaunchedStep:
-        """Begins what `step` does. No step that was launched before may be in flight.
-
-        What cannot fly is over when this returns: launches of one batch then follow the tokens of the one before.
-        """
-        return self._launch_all(sessions, tokens, samplers)
-
-    def _launch_all(
         self,
         sessions: Sequence[Session],
         tokens: Sequence[int],
         samplers: Sequence[Sampler],
         drafted: bool = False,
     ) -> LaunchedStep:
-        """See `launch`. drafted: sessions come once for each of their tokens, and nothing may follow."""
+        """Begins what `step` does. No step that was launched before may be in flight.
+
+        What cannot fly is over when this returns: launches of one batch then follow the tokens of the one before.
+        drafted: sessions come once for each of their tokens, and nothing may follow.
+        """
         results: list[int | Exception] = [SparseKVError("the step did not run")] * len(sessions)
-        stepping = _stepping(sessions, samplers)
+        stepping: _Stepping = ([*sessions], [sampler.repeatable for sampler in samplers])
         while not self._made.empty():
             key, graph = self._made.get()
             self._graphs.add(key, graph)
@@ -561,7 +556,3 @@ def _joined(found: Sequence[int | Exception]) -> Found:
         return first
     right = takewhile(lambda each: isinstance(each, int) and each != NOT_REACHED, found)
     return tuple(token for token in right if isinstance(token, int))
-
-
-def _stepping(sessions: Sequence[Session], samplers: Sequence[Sampler]) -> _Stepping:
-    return [*sessions], [sampler.repeatable for sampler in samplers]

@@ -33,7 +33,8 @@ class AttendConstants(NamedTuple):
 
     HEADS: KV heads. GROUP: query heads of each. DIM: channels. X: query rows of a tile. TILE: keys of an iteration.
     STAGES: iterations whose loads are in flight. PRECISION: how dots multiply float32. PLANES: contexts' rows are in
-    two planes. SEGMENTS: of a list, SEGMENTS_TILE the next power of two. LOCATED: rows may be in slots.
+    two planes. WIDTH: elements of a key as it is stored. SEGMENTS: of a list, SEGMENTS_TILE the next power of two.
+    LOCATED: rows may be in slots.
     """
 
     HEADS: tl.constexpr
@@ -44,6 +45,7 @@ class AttendConstants(NamedTuple):
     STAGES: tl.constexpr
     PRECISION: tl.constexpr
     PLANES: tl.constexpr
+    WIDTH: tl.constexpr
     SEGMENTS: tl.constexpr
     SEGMENTS_TILE: tl.constexpr
     LOCATED: tl.constexpr
@@ -65,8 +67,8 @@ class AttendConstants(NamedTuple):
         group, head_dim = queries.shape[-2:]
         whole, up = queries.dtype == torch.float32, triton.next_power_of_2(segments)
         numbers = (
-            heads, group, head_dim, rows, tile, 1 if whole else stages, "ieee" if whole else "tf32", planes, segments,
-            up, located,
+            heads, group, head_dim, rows, tile, 1 if whole else stages, "ieee" if whole else "tf32", planes,
+            head_dim // 8 if planes else head_dim, segments, up, located,
         )  # fmt: skip
         return cls(*map(tl.constexpr, numbers))
 
@@ -88,8 +90,8 @@ def load_group(q_ptr: tl.tensor, row: tl.tensor, K: tl.constexpr) -> tl.tensor:
 @triton.jit
 def no_keys_yet(K: tl.constexpr) -> tl.tensor:
     """Peaks, totals and sums before the first tile."""
-    peaks = tl.full([HEAD_TILE], float("-inf"), tl.float32)
-    return peaks, tl.zeros([HEAD_TILE], tl.float32), tl.zeros([HEAD_TILE, K.DIM], tl.float32)
+    peaks = tl.full([K.X], float("-inf"), tl.float32)
+    return peaks, tl.zeros([K.X], tl.float32), tl.zeros([K.X, K.DIM], tl.float32)
 
 
 @triton.jit
@@ -165,30 +167,6 @@ def attend_tile(
     return peaks, totals, add_weighted(sums * shrink[:, None], weights, values, False, K)
 
 
-@triton.jit
-def attend_run(
-    q: tl.tensor,
-    rows_ptr: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    state: tl.tensor,
-    scale_log2: tl.tensor,
-    K: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> tl.tensor:
-    """Adds the rows begin .. end - 1 of a KV head, key and value side by side, to a running softmax."""
-    peaks, totals, sums = state
-    d = tl.arange(0, K.DIM)
-    for start in tl.range(begin, end, K.TILE, num_stages=STAGES):
-        n = start + tl.arange(0, K.TILE)
-        there = n < end
-        at = rows_ptr + n.to(tl.int64)[:, None] * (2 * K.DIM) + d[None, :]
-        k = tl.load(at, mask=there[:, None], other=0.0)
-        v = tl.load(at + K.DIM, mask=there[:, None], other=0.0)
-        peaks, totals, sums = attend_tile(q, k, v, there, (peaks, totals, sums), scale_log2, K)
-    return peaks, totals, sums
-
-
 _AT_ONCE, _WIDTH = 8192, 128
 """Numbers that a merging program holds, half of its registers; dimensions that it merges, at most."""
 
@@ -238,12 +216,11 @@ def merge_partials(
         partials,
         out,
         lse,
-        lse if sink_HG is None else sink_HG,
-        lse if slots_B is None else slots_B,
+        sink_HG,
+        slots_B,
         slots,
         OWN_ROWS=0 if slots_B is None else rows // len(slots_B),
         HEADS=1 if sink_HG is None else len(sink_HG),
-        SINKS=sink_HG is not None,
         GROUP=group,
         DIM=head_dim,
         WIDTH=width,
@@ -332,7 +309,6 @@ def merge_kernel(
     slots: tl.tensor,
     OWN_ROWS: tl.constexpr,
     HEADS: tl.constexpr,
-    SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -364,12 +340,12 @@ def merge_kernel(
     totals = tl.load(totals_ptr + first + every * GROUP, mask=every < used, other=0.0)
     highest = tl.max(peaks, 0)
     sink = 0.0
-    if SINKS:
+    if sink_ptr is not None:
         sink = tl.load(sink_ptr + row % HEADS * GROUP + head) * 1.4426950408889634
         highest = tl.maximum(highest, sink)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(tl.where(peaks == float("-inf"), 0.0, totals * tl.exp2(peaks - base)), 0)
-    if SINKS:
+    if sink_ptr is not None:
         total += tl.exp2(sink - base)
     if AT_ONCE:
         merged = weighted(early, peaks, base)

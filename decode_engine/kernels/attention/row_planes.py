@@ -162,26 +162,36 @@ def load_part(
 
 
 @triton.jit
-def attend_plane_run(
+def attend_run(
     q: tl.tensor,
-    low_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
     pointers: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
     state: tl.tensor,
     scale_log2: tl.tensor,
-    K: tl.constexpr,
     STAGES: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
-    """`attend_run` over a context's rows begin .. end - 1 in two planes; begin is a multiple of TILE."""
+    """Adds the rows begin .. end - 1 of a KV head to a running softmax: key and value side by side, or in two planes.
+
+    pointers: see `plane_pointers`; without, rows are in one piece. Of planes begin is a multiple of TILE.
+    """
     peaks, totals, sums = state
-    tl.static_assert(_BLOCK % K.TILE == 0)  # the keys of a tile share scales and offsets
+    d = tl.arange(0, K.DIM)
+    if len(pointers) > 0:
+        tl.static_assert(_BLOCK % K.TILE == 0)  # the keys of a tile share scales and offsets
     for start in tl.range(begin, end, K.TILE, num_stages=STAGES):
         n = start + tl.arange(0, K.TILE)
         there = n < end
-        at = n.to(tl.int64) * (K.DIM // 4)
-        block = tl.full([1], 0, tl.int32) + start // _BLOCK
-        k = decode_keys(low_ptr, at, pointers, n, block, there, K, q.dtype)
-        v = decode_values(low_ptr, at, pointers, n, there, K, q.dtype)
+        if len(pointers) > 0:
+            at = n.to(tl.int64) * (K.DIM // 4)
+            block = tl.full([1], 0, tl.int32) + start // _BLOCK
+            k = decode_keys(rows_ptr, at, pointers, n, block, there, K, q.dtype)
+            v = decode_values(rows_ptr, at, pointers, n, there, K, q.dtype)
+        else:
+            row_ptrs = rows_ptr + n.to(tl.int64)[:, None] * (2 * K.DIM) + d[None, :]
+            k = tl.load(row_ptrs, mask=there[:, None], other=0.0)
+            v = tl.load(row_ptrs + K.DIM, mask=there[:, None], other=0.0)
         peaks, totals, sums = attend_tile(q, k, v, there, (peaks, totals, sums), scale_log2, K)
     return peaks, totals, sums

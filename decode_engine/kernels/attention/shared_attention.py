@@ -38,13 +38,12 @@ from decode_engine.kernels.attention.online_softmax import (
     LOG2E,
     AttendConstants,
     Partials,
-    attend_run,
     keys_of_tile,
     load_group,
     no_keys_yet,
     store_partial,
 )
-from decode_engine.kernels.attention.row_planes import attend_plane_run, plane_pointers
+from decode_engine.kernels.attention.row_planes import attend_run, plane_pointers
 from decode_engine.kernels.device_queue import DeviceQueue
 from decode_engine.kernels.launches import chained, wait_for_launch
 from decode_engine.kernels.record_fields import KEYS, KV, TAIL, TAIL_KEYS, WINDOW, field, head_rows
@@ -66,10 +65,8 @@ _TASK_KEYS = 128
 """What a task costs besides its keys, in keys; parts are no smaller."""
 _STEADY_KEYS = 256
 
-_HEADER, _TASK_FIELDS = tl.constexpr(HEADER), tl.constexpr(TASK_FIELDS)
-_FIRST, _MEMBERS, _LEADER = tl.constexpr(FIRST), tl.constexpr(MEMBERS), tl.constexpr(LEADER)
-_PART, _PARTS = tl.constexpr(PART), tl.constexpr(PARTS)
-_WHAT, _SLOT = tl.constexpr(WHAT), tl.constexpr(SLOT)
+_HEADER, _TASK_FIELDS, _FIRST, _MEMBERS = map(tl.constexpr, (HEADER, TASK_FIELDS, FIRST, MEMBERS))
+_LEADER, _PART, _PARTS, _WHAT, _SLOT = map(tl.constexpr, (LEADER, PART, PARTS, WHAT, SLOT))
 OF_CONTEXT, OF_TAIL = tl.constexpr(READS_CONTEXT), tl.constexpr(READS_TAIL)
 
 
@@ -381,29 +378,20 @@ def attend_task(
     b = member_rows(table_ptr, first_place + x // K.GROUP, present)
     query = (b * K.HEADS + h) * K.GROUP + x % K.GROUP
     q = tl.load(q_ptr + query[:, None] * K.DIM + d[None, :], mask=present[:, None], other=0.0)
-    peaks = tl.full([K.X], float("-inf"), tl.float32)
-    totals = tl.zeros([K.X], tl.float32)
-    sums = tl.zeros([K.X, K.DIM], tl.float32)
+    state = no_keys_yet(K)
     keys = field(records_ptr, leader, KEYS).to(tl.int32)
     begin, end = part_of(keys, part, parts, K.TILE)
     end = tl.where(what & OF_CONTEXT != 0, end, begin)
-    if K.PLANES:
-        low_ptr = head_rows(records_ptr, leader, h, KV, tl.uint32)
-        pointers = plane_pointers(records_ptr, leader, h, K)
-        peaks, totals, sums = attend_plane_run(
-            q, low_ptr, pointers, begin, end, (peaks, totals, sums), scale_log2, K, K.STAGES
-        )
-    else:
-        rows_ptr = head_rows(records_ptr, leader, h, KV, element)
-        peaks, totals, sums = attend_run(
-            q, rows_ptr, begin, end, (peaks, totals, sums), scale_log2, K, K.STAGES
-        )
+    rows_ptr = head_rows(records_ptr, leader, h, KV, tl.uint32 if K.PLANES else element)
+    pointers = plane_pointers(records_ptr, leader, h, K)
+    state = attend_run(q, rows_ptr, pointers, begin, end, state, scale_log2, K.STAGES, K)
     if ALONE:
         tail_keys = field(records_ptr, leader, TAIL_KEYS).to(tl.int32)
         begin, end = part_of(tail_keys, part, parts, K.TILE)
         rows_ptr = head_rows(records_ptr, leader, h, TAIL, element)
         end = tl.where(what & OF_TAIL != 0, end, begin)
-        peaks, totals, sums = attend_run(q, rows_ptr, begin, end, (peaks, totals, sums), scale_log2, K, 1)
+        state = attend_run(q, rows_ptr, (), begin, end, state, scale_log2, 1, K)
+    peaks, totals, sums = state
     at = ((b * K.HEADS + h).to(tl.int64) * slots + slot) * K.GROUP + x % K.GROUP
     tl.store(peaks_ptr + at, peaks, mask=present)
     tl.store(totals_ptr + at, totals, mask=present)
@@ -503,7 +491,7 @@ def attend_share(
     share = tl.cdiv(tl.cdiv(count - first, K.TILE), tl.num_programs(0)) * K.TILE
     begin = first + tl.program_id(0) * share
     end = tl.minimum(begin + share, count)
-    return attend_run(q, rows_ptr, begin, end, state, scale_log2, K, STAGES)
+    return attend_run(q, rows_ptr, (), begin, end, state, scale_log2, STAGES, K)
 
 
 @triton.jit
@@ -522,7 +510,6 @@ def window_kernel(
     h = row % K.HEADS
     element: tl.constexpr = q_ptr.dtype.element_ty
     q = load_group(q_ptr, row, K)
-    peaks, totals, sums = no_keys_yet(K)
     keys = field(records_ptr, b, KEYS).to(tl.int32)
     tail_keys = field(records_ptr, b, TAIL_KEYS).to(tl.int32)
     window = field(records_ptr, b, WINDOW).to(tl.int32)
@@ -530,14 +517,11 @@ def window_kernel(
     if window < 0:  # the own chunk's
         first = tl.maximum(keys + tail_keys - 1, 0) // -window * -window
     context_ptr = head_rows(records_ptr, b, h, KV, element)
-    peaks, totals, sums = attend_share(
-        q, context_ptr, tl.minimum(first, keys), keys, (peaks, totals, sums), scale_log2, K, K.STAGES
-    )
+    state = no_keys_yet(K)
+    state = attend_share(q, context_ptr, tl.minimum(first, keys), keys, state, scale_log2, K, K.STAGES)
     tail_ptr = head_rows(records_ptr, b, h, TAIL, element)
-    peaks, totals, sums = attend_share(
-        q, tail_ptr, tl.maximum(first - keys, 0), tail_keys, (peaks, totals, sums), scale_log2, K, 1
-    )
-    store_partial(partials, row, tl.num_programs(0), tl.program_id(0), (peaks, totals, sums), K, True)
+    state = attend_share(q, tail_ptr, tl.maximum(first - keys, 0), tail_keys, state, scale_log2, K, 1)
+    store_partial(partials, row, tl.num_programs(0), tl.program_id(0), state, K, True)
 
 
 def attend_window(q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale: float) -> None:
@@ -560,19 +544,17 @@ def attend_window(q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale:
 
 @triton.jit
 def tail_write_kernel(
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
     records_ptr: tl.tensor,
-    k_row: tl.tensor,
-    k_head: tl.tensor,
-    v_row: tl.tensor,
-    v_head: tl.tensor,
     HEADS: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     DIM: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """One program per sequence."""
+    """One program per sequence. keys, values: a pointer, and elements from one sequence, and one KV head, on."""
+    k_ptr, k_row, k_head = keys
+    v_ptr, v_row, v_head = values
     wait_for_launch(CHAINED)
     b = tl.program_id(0)
     count = field(records_ptr, b, TAIL_KEYS)
@@ -594,13 +576,9 @@ def write_tails(k_BHD: Tensor, v_BHD: Tensor, records_BF: Tensor) -> None:
     """
     batch, heads, head_dim = k_BHD.shape
     tail_write_kernel[(batch,)](
-        k_BHD,
-        v_BHD,
+        (k_BHD, *k_BHD.stride()[:2]),
+        (v_BHD, *v_BHD.stride()[:2]),
         records_BF,
-        k_BHD.stride(0),
-        k_BHD.stride(1),
-        v_BHD.stride(0),
-        v_BHD.stride(1),
         HEADS=heads,
         HEAD_TILE=triton.next_power_of_2(heads),
         DIM=head_dim,

@@ -32,7 +32,6 @@ from decode_engine.kernels.attention.online_softmax import (
     AttendConstants,
     Partials,
     add_weighted,
-    attend_run,
     grow,
     keys_of_tile,
     load_group,
@@ -40,7 +39,7 @@ from decode_engine.kernels.attention.online_softmax import (
     store_partial,
     tile_logits,
 )
-from decode_engine.kernels.attention.row_planes import load_part, plane_pointers
+from decode_engine.kernels.attention.row_planes import attend_run, load_part, plane_pointers
 from decode_engine.kernels.attention.shared_attention import attend_dense_reference
 from decode_engine.kernels.families import ATTENTION
 from decode_engine.kernels.launches import chained, wait_for_launch
@@ -156,6 +155,9 @@ def segment_ids(
     return tl.load(ids_ptr + place, mask=entry < stop, other=-1)
 
 
+_CHUNK = tl.constexpr(128)
+
+
 @triton.jit
 def join(
     ids_ptr: tl.tensor,
@@ -165,11 +167,10 @@ def join(
     begin: tl.tensor,
     stop: tl.tensor,
     K: tl.constexpr,
-    CHUNK: tl.constexpr,
 ) -> None:
     """Writes down entries begin..stop-1 of a row's segments as one list."""
-    for start in range(begin, stop, CHUNK):
-        entry = start + tl.arange(0, CHUNK)
+    for start in range(begin, stop, _CHUNK):
+        entry = start + tl.arange(0, _CHUNK)
         ids = segment_ids(ids_ptr, counts, width, entry, stop, K)
         tl.store(joined_ptr + entry, ids, mask=entry < stop)
 
@@ -217,13 +218,13 @@ def places(
     in_context: tl.tensor,
     stop: tl.tensor,
     to_tail: tl.tensor,
-    WIDTH: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Which entries are keys, and where they begin from the context's first row on; those after the context's are the
-    tail's. WIDTH: elements of a key, half a row."""
+    tail's."""
     in_tail = (entry >= in_context) & (entry < stop)
-    of_tail = to_tail + (entry - in_context).to(tl.int64) * (2 * WIDTH)
-    return (ids >= 0) | in_tail, tl.where(in_tail, of_tail, ids.to(tl.int64) * (2 * WIDTH))
+    of_tail = to_tail + (entry - in_context).to(tl.int64) * (2 * K.WIDTH)
+    return (ids >= 0) | in_tail, tl.where(in_tail, of_tail, ids.to(tl.int64) * (2 * K.WIDTH))
 
 
 @triton.jit
@@ -234,12 +235,11 @@ def located(
     present: tl.tensor,
     to_slots: tl.tensor,
     K: tl.constexpr,
-    WIDTH: tl.constexpr,
 ) -> tl.tensor:
     """Where entries begin, from the context's first row on: in their slots, or for those without one where they did."""
     if K.LOCATED:
         slot = tl.load(locations_ptr + place, mask=present, other=-1)
-        where = tl.where(slot >= 0, to_slots + slot.to(tl.int64) * (2 * WIDTH), where.to(tl.int64))
+        where = tl.where(slot >= 0, to_slots + slot.to(tl.int64) * (2 * K.WIDTH), where.to(tl.int64))
     return where
 
 
@@ -250,7 +250,6 @@ LIST_TILE = 32
 """Keys that a program attends to at a time (`keys_of_tile`)."""
 _STAGES = 5  # A tile's ids are loaded before its keys, so that half of them are keys and values in flight.
 _PLANE_STAGES = 2  # they take registers, which decoding needs
-_CHUNK = tl.constexpr(128)
 _UNITS = tl.constexpr(2.0**24)
 """Of one in sums of logits: these are whole numbers, so that the order in which programs add them up changes no bit."""
 _PROGRAMS = 384
@@ -321,7 +320,7 @@ def attend_lists(
     planes: the contexts' rows are in two planes, the low one in place of keys and values; tails are as ever.
     Raises InvalidArgumentError for shapes and dtypes that do not fit.
     """
-    rows, _, head_dim = q_RGD.shape
+    rows = len(q_RGD)
     check_queries(q_RGD, len(records_BF))
     if len(lists.ids_RPW) != rows:
         raise InvalidArgumentError(
@@ -333,10 +332,7 @@ def attend_lists(
     attend_kernel[(programs, rows)](
         q_RGD,
         records_BF,
-        lists.ids_RPW,
-        lists.counts_RP,
-        joined_RN,
-        locations_RN,
+        (lists.ids_RPW, lists.counts_RP, joined_RN, locations_RN),
         (None, None, None)
         if scores is None
         else (scores.logits_RCG, scores.taken_RC, scores.taken_logits_RCG),
@@ -348,20 +344,28 @@ def attend_lists(
         partials.peaks_RSG.shape[1],
         first_slot,
         scale * LOG2E,
-        K=AttendConstants.of(
-            q_RGD,
-            rows // len(records_BF),
-            keys_of_tile(LIST_TILE, head_dim),
-            _PLANE_STAGES if planes else _STAGES,
-            planes=planes,
-            segments=lists.ids_RPW.shape[1],
-            located=locations_RN is not None,
+        K=list_constants(
+            q_RGD, records_BF, lists, locations_RN, planes, _PLANE_STAGES if planes else _STAGES
         ),
         TAKE=NOTHING if take_out is None else take_out.mode,
-        KEPT=kept_RX is not None,
         **chained(q_RGD.device),
     )
     return programs
+
+
+def list_constants(
+    q_RGD: Tensor, records_BF: Tensor, lists: KeyLists, locations_RN: Tensor | None, planes: bool, stages: int
+) -> AttendConstants:
+    """What kernels over lists are compiled for."""
+    return AttendConstants.of(
+        q_RGD,
+        len(q_RGD) // len(records_BF),
+        keys_of_tile(LIST_TILE, q_RGD.shape[2]),
+        stages,
+        planes=planes,
+        segments=lists.ids_RPW.shape[1],
+        located=locations_RN is not None,
+    )
 
 
 def check_queries(q_RGD: Tensor, sequences: int) -> None:
@@ -421,10 +425,7 @@ def taken_sums(taken_logits_ptr: tl.tensor, at: tl.tensor, inside: tl.tensor) ->
 def attend_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    joined_ptr: tl.tensor,
-    locations_ptr: tl.tensor,
+    lists: tl.tensor,
     scores: tl.tensor,
     kept_ptr: tl.tensor,
     partials: tl.tensor,
@@ -436,16 +437,15 @@ def attend_kernel(
     scale: tl.tensor,
     K: tl.constexpr,
     TAKE: tl.constexpr,
-    KEPT: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (share of a row's entries, row)."""
+    ids_ptr, counts_ptr, joined_ptr, locations_ptr = lists
     row = tl.program_id(1)
     b = row // K.HEADS
     head = (row % K.HEADS).to(tl.int64)
     element: tl.constexpr = q_ptr.dtype.element_ty
     stored: tl.constexpr = tl.uint32 if K.PLANES else element
-    WIDTH: tl.constexpr = K.DIM // 8 if K.PLANES else K.DIM  # of a key as it is stored
     rows_ptr = head_rows(records_ptr, b, head, KV, stored)
     tail_ptr = head_rows(records_ptr, b, head, TAIL, element)
     keys = field(records_ptr, b, KEYS).to(tl.int32)
@@ -464,7 +464,7 @@ def attend_kernel(
     in_context = listed + always
     begin, stop = share_of(in_context + tail_keys, K)
     if K.SEGMENTS > 1 and not K.LOCATED:
-        join(ids_ptr, joined_ptr, counts, width, begin, tl.minimum(stop, listed), K, _CHUNK)
+        join(ids_ptr, joined_ptr, counts, width, begin, tl.minimum(stop, listed), K)
         tl.debug_barrier()
     q = load_group(q_ptr, row, K)
     peaks, totals, sums = no_keys_yet(K)
@@ -474,11 +474,11 @@ def attend_kernel(
         entry = at + tl.arange(0, K.TILE)
         ids = entry_ids(joined_ptr, entry, listed, in_context, first, end)
         attended += ((ids >= first) & (ids < end)).to(tl.int32)
-        valid, where = places(ids, entry, in_context, until, to_tail, WIDTH)
+        valid, where = places(ids, entry, in_context, until, to_tail, K)
         # Lists that hold entries of -1 may be so long that not all that follows them was located.
         where = located(
             where, locations_ptr, row.to(tl.int64) * room + entry, entry < tl.minimum(in_context, room), to_slots,
-            K, WIDTH,
+            K,
         )  # fmt: skip
         tile_keys = load_part(rows_ptr, where, pointers, ids, valid, False, K, element)
         values = load_part(rows_ptr, where, pointers, ids, valid, True, K, element)
@@ -491,9 +491,9 @@ def attend_kernel(
         sums = add_weighted(sums * shrink[:, None], weights, values, False, K)
     if K.PLANES:
         peaks, totals, sums = attend_run(
-            q, tail_ptr, tl.maximum(begin - in_context, 0), stop - in_context, (peaks, totals, sums), scale, K, 1
+            q, tail_ptr, (), tl.maximum(begin - in_context, 0), stop - in_context, (peaks, totals, sums), scale, 1, K
         )  # fmt: skip
-    if KEPT:
+    if kept_ptr is not None:
         tl.store(kept_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(attended, 0))
     store_partial(partials, row, slots, first_slot + tl.program_id(0), (peaks, totals, sums), K, True)
 

@@ -40,12 +40,12 @@ from decode_engine.kernels.attention.online_softmax import (
 )
 from decode_engine.kernels.attention.row_planes import load_part, plane_pointers
 from decode_engine.kernels.attention.sparse_attention import (
-    LIST_TILE,
     ClusterScores,
     KeyLists,
     context_entries,
     distance,
     entry_ids,
+    list_constants,
     list_programs,
     listed_keys,
     located,
@@ -187,7 +187,6 @@ def look_up(
         scale * LOG2E,
         K=AttendConstants.of(q_RGD, rows // len(records_BF), _TILE, 3),
         PIECE=piece,
-        SPREAD=scores.spreads_RCG is not None,
         ATTEND=attend,
         **chained(q_RGD.device),
     )
@@ -246,23 +245,6 @@ def cluster_pointers(
     )
 
 
-@triton.jit
-def store_spreads(
-    spreads: tl.tensor,
-    spreads_ptr: tl.tensor,
-    taken_logits_ptr: tl.tensor,
-    into: tl.tensor,
-    inside: tl.tensor,
-    taken_ptrs: tl.tensor,
-    exists: tl.tensor,
-    K: tl.constexpr,
-) -> None:
-    """Stores spreads, and that nothing has been taken out of their clusters."""
-    tl.store(spreads_ptr + into, spreads, mask=inside)
-    tl.store(taken_logits_ptr + into, tl.zeros([HEAD_TILE, K.TILE], tl.int64), mask=inside)
-    tl.store(taken_ptrs, tl.zeros([K.TILE], tl.int32), mask=exists)
-
-
 @triton.jit(do_not_specialize=["width", "slots"])
 def lookup_kernel(
     q_ptr: tl.tensor,
@@ -275,12 +257,12 @@ def lookup_kernel(
     scale_log2: tl.tensor,
     K: tl.constexpr,
     PIECE: tl.constexpr,
-    SPREAD: tl.constexpr,
     ATTEND: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (PIECE clusters, row)."""
     logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr = scores
+    SPREAD: tl.constexpr = spreads_ptr is not None
     split = tl.program_id(0)
     row = tl.program_id(1)
     # Records and clusters were written long ago, the queries perhaps by the launch before.
@@ -319,7 +301,10 @@ def lookup_kernel(
         factors = sizes.to(tl.float32)[None, :]
         if SPREAD:
             spreads = spread_factors(upper, lower, unit, numbers, units)
-            store_spreads(spreads, spreads_ptr, taken_logits_ptr, into, inside, taken_ptr + at, exists, K)
+            tl.store(spreads_ptr + into, spreads, mask=inside)
+            # Nothing has been taken out of these clusters.
+            tl.store(taken_logits_ptr + into, tl.zeros([HEAD_TILE, K.TILE], tl.int64), mask=inside)
+            tl.store(taken_ptr + at, tl.zeros([K.TILE], tl.int32), mask=exists)
             factors = factors * spreads
         peaks, totals, shrink, weights = grow(peaks, totals, logits, factors, logits, False)
         if ATTEND:
@@ -350,9 +335,7 @@ def correct_clusters(
     correct_kernel[(list_programs(rows, lists), rows)](
         q_RGD,
         records_BF,
-        lists.counts_RP,
-        joined_RN,
-        locations_RN,
+        (lists.counts_RP, joined_RN, locations_RN),
         scores,
         partials,
         lists.ids_RPW.shape[2],
@@ -360,15 +343,7 @@ def correct_clusters(
         scores.logits_RCG.shape[1],
         partials.peaks_RSG.shape[1],
         first_slot,
-        K=AttendConstants.of(
-            q_RGD,
-            rows // len(records_BF),
-            LIST_TILE,
-            2,
-            planes=planes,
-            segments=lists.ids_RPW.shape[1],
-            located=locations_RN is not None,
-        ),
+        K=list_constants(q_RGD, records_BF, lists, locations_RN, planes, 2),
         **chained(q_RGD.device),
     )
 
@@ -397,9 +372,7 @@ def weigh_members(cluster: tl.tensor, sizes_ptr: tl.tensor, scores: tl.tensor, K
 def correct_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    joined_ptr: tl.tensor,
-    locations_ptr: tl.tensor,
+    lists: tl.tensor,
     scores: tl.tensor,
     partials: tl.tensor,
     width: tl.tensor,
@@ -411,13 +384,13 @@ def correct_kernel(
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (share of a row's entries but the tail, row)."""
+    counts_ptr, joined_ptr, locations_ptr = lists
     logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr = scores
     row = tl.program_id(1)
     b = row // K.HEADS
     head = (row % K.HEADS).to(tl.int64)
     element: tl.constexpr = q_ptr.dtype.element_ty
     stored: tl.constexpr = tl.uint32 if K.PLANES else element
-    WIDTH: tl.constexpr = K.DIM // 8 if K.PLANES else K.DIM  # of a key as it is stored
     rows_ptr = head_rows(records_ptr, b, head, KV, stored)
     to_slots = distance(rows_ptr, head_rows(records_ptr, b, head, SLOTS, stored), stored)
     pointers = plane_pointers(records_ptr, b, head, K)
@@ -442,10 +415,10 @@ def correct_kernel(
         cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)
         member = cluster >= 0
         # A head's rows span less than 2^31 elements up to 2^22 keys.
-        where = ids * (2 * WIDTH)
+        where = ids * (2 * K.WIDTH)
         place = row.to(tl.int64) * room + entry
         known = entry < tl.minimum(stop, room)
-        where = located(where, locations_ptr, place, known, to_slots, K, WIDTH)
+        where = located(where, locations_ptr, place, known, to_slots, K)
         values = load_part(rows_ptr, where, pointers, ids, member, True, K, element)
         where = cluster[:, None] * K.DIM + dims[None, :]
         value_means = tl.load(value_means_ptr + where, mask=member[:, None], other=0.0)

@@ -38,21 +38,14 @@ class CoarseSequence:
     def fields(self) -> dict[int, int]:
         """Of its record."""
         rows = self.rows
-        arrays = {
-            records.KEY_CODES: rows.key_codes_HNC,
-            records.KEY_SCALES: rows.key_scales_HBD,
-            records.KEY_OFFSETS: rows.key_offsets_HBD,
-            records.VALUE_CODES: rows.value_codes_HNC,
-            records.VALUE_SCALES: rows.value_scales_HNV,
-            records.VALUE_OFFSETS: rows.value_offsets_HNV,
-        }
-        counts = {
-            records.KEYS: rows.count,
-            records.FIRST: self.first,
-            records.END: self.end,
-            records.KEEP: self.keep,
-        }
-        return {field: array.data_ptr() for field, array in arrays.items()} | counts
+        codes, scales = (
+            (rows.key_codes_HNC, rows.value_codes_HNC),
+            (rows.key_scales_HBD, rows.key_offsets_HBD),
+        )
+        arrays = (*codes, *scales, rows.value_scales_HNV, rows.value_offsets_HNV)
+        fields = (records.KEYS, records.FIRST, records.END, records.KEEP)
+        counts = dict(zip(fields, (rows.count, self.first, self.end, self.keep), strict=True))
+        return dict(zip(records.COARSE_COPY, (each.data_ptr() for each in arrays), strict=True)) | counts
 
     def logits(self, q_GD: Tensor, head: int) -> Tensor:
         """Estimated logits [G, N] of all keys in units of log2, float32."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decode_engine.kernels import border, records
+from decode_engine.kernels import border
 from decode_engine.kernels.attention.online_softmax import LOG2E
 from decode_engine.kernels.coarse.key_tiles import (
     fold,
@@ -29,6 +29,7 @@ from decode_engine.kernels.coarse.registers import OF_KEYS, OF_ROWS
 from decode_engine.kernels.coarse.sizes import CHUNKS, RUN, CoarseSizes, CoarseWork
 from decode_engine.kernels.coarse.warp_reads import key_pointers, let_next_begin, number, wait_alone
 from decode_engine.kernels.launches import chained
+from decode_engine.kernels.record_fields import END, FIRST, KEEP, KEYS
 from index_store.indexes.coarse_rows.parameters import BLOCK
 
 CUT_REGISTERS = 64
@@ -79,14 +80,11 @@ HEADS_AT_ONCE = 4
 """Query heads whose sampled logits are in registers together."""
 
 _AT_ONCE = gl.constexpr(HEADS_AT_ONCE)
-_KEYS, _FIRST, _END, _KEEP = (
-    gl.constexpr(field) for field in (records.KEYS, records.FIRST, records.END, records.KEEP)
-)
 _BLOCK = gl.constexpr(BLOCK)
-_LEAST_CUT, _CUT_STEPS, _CUT_MARGIN, _INFINITE = (
-    gl.constexpr(each) for each in (border.LEAST_CUT, border.CUT_STEPS, border.CUT_MARGIN, border.INFINITE)
+_LEAST_CUT, _CUT_STEPS, _CUT_MARGIN = map(
+    gl.constexpr, (border.LEAST_CUT, border.CUT_STEPS, border.CUT_MARGIN)
 )
-_MOST_DRAWS = gl.constexpr(border.MOST_DRAWS)
+_INFINITE, _MOST_DRAWS = gl.constexpr(border.INFINITE), gl.constexpr(border.MOST_DRAWS)
 
 
 @gluon.jit
@@ -106,9 +104,9 @@ def sample_kernel(
     """
     row = gl.program_id(1)
     b, head = row // K.HEADS, row % K.HEADS
-    first = number(records_ptr, b, _FIRST).to(gl.int32)
-    end = number(records_ptr, b, _END).to(gl.int32)
-    keys = number(records_ptr, b, _KEYS)
+    first = number(records_ptr, b, FIRST).to(gl.int32)
+    end = number(records_ptr, b, END).to(gl.int32)
+    keys = number(records_ptr, b, KEYS)
     if end > first:
         keys_ptrs = key_pointers(records_ptr, b, head, keys, K)
         inner = key_of(gl.arange(0, K.T, layout=OF_KEYS), K.T)
@@ -207,9 +205,9 @@ def cut_kernel(
     let_next_begin(CHAINED)
     row = gl.program_id(0)
     b = row // HEADS
-    first = number(records_ptr, b, _FIRST).to(gl.int32)
-    searched = number(records_ptr, b, _END).to(gl.int32) - first
-    keep = number(records_ptr, b, _KEEP).to(gl.int32)
+    first = number(records_ptr, b, FIRST).to(gl.int32)
+    searched = number(records_ptr, b, END).to(gl.int32) - first
+    keep = number(records_ptr, b, KEEP).to(gl.int32)
     wait_alone(CHAINED)
     if searched > 0:
         part = gl.arange(0, K, layout=gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS)))

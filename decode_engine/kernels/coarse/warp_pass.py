@@ -30,9 +30,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from decode_engine.kernels import border, records
+from decode_engine.kernels import border
 from decode_engine.kernels.attention.online_softmax import LOG2E
 from decode_engine.kernels.attention.sparse_attention import KeyLists
+from decode_engine.kernels.border import DRAW_STEP
 from decode_engine.kernels.coarse.key_tiles import (
     fold,
     key_layout,
@@ -59,6 +60,7 @@ from decode_engine.kernels.coarse.warp_reads import (
     wait_for_copies,
 )
 from decode_engine.kernels.launches import chained
+from decode_engine.kernels.record_fields import END, FIRST, KEYS
 from index_store.indexes.coarse_rows.parameters import BLOCK
 
 _BLOCK = gl.constexpr(BLOCK)
@@ -104,18 +106,16 @@ def score_block(
     codes_ptr: gl.tensor,
     block: gl.tensor,
     bounds: gl.tensor,
-    folded: gl.tensor,
-    units: gl.tensor,
-    added: gl.tensor,
+    queries: gl.tensor,
     K: gl.constexpr,
 ) -> None:
     """Leaves a block's logits, in units of log2; has the program's next tiles copied.
 
     turn: how many tiles came before. bounds: a program's first key and the end of all, and where the last tile of a
-    context begins. folded: queries times scales (`fold`). units, added: what one of these products is, and what offsets
-    add, [X], in units of log2.
+    context begins. queries: as `fold` returns them, in units of log2.
     """
     start, beyond, last = bounds
+    folded, units, added = queries
     shares: gl.tensor = ()
     for part in gl.static_range(K.P):
         shares += (of_part(folded, part, K),)
@@ -432,10 +432,7 @@ def list_keys(
 NEGLIGIBLE = 0.005
 """Share of its even share of a row's weight, all heads together, below which a tile's values are not read: that holds
 for less than this share of all of them, then."""
-_KEYS, _FIRST, _END = (gl.constexpr(field) for field in (records.KEYS, records.FIRST, records.END))
-_DRAW_STEP = gl.constexpr(border.DRAW_STEP.value)
-_HEAD_STEP = gl.constexpr(border.HEAD_STEP)
-_NEGLIGIBLE = gl.constexpr(NEGLIGIBLE)
+_HEAD_STEP, _NEGLIGIBLE = gl.constexpr(border.HEAD_STEP), gl.constexpr(NEGLIGIBLE)
 
 
 @gluon.jit
@@ -462,19 +459,14 @@ def share_of_blocks(first: gl.tensor, end: gl.tensor) -> gl.tensor:
 
 @gluon.jit
 def kept_keys(
-    together: gl.tensor,
-    key: gl.tensor,
-    head: gl.tensor,
-    searched: gl.tensor,
-    least: gl.tensor,
-    above: gl.tensor,
-    draws: gl.tensor,
+    together: gl.tensor, key: gl.tensor, head: gl.tensor, searched: gl.tensor, cut: gl.tensor
 ) -> gl.tensor:
     """Which keys a cut keeps, as `border.passes_reference` decides, int32, [T, P] as all that is of keys.
 
     together: bits of their weights, summed over heads.
     """
-    drawn = key * _DRAW_STEP + head * _HEAD_STEP
+    least, above, draws = cut
+    drawn = key * DRAW_STEP + head * _HEAD_STEP
     return ((together >= gl.where(drawn < draws, least, above)) & searched).to(gl.int32)
 
 
@@ -592,14 +584,14 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     they began, may be read.
     """
     TILES: gl.constexpr = _BLOCK // K.T
-    KEYS: gl.constexpr = scored_keys_layout(K.T, K.X, K.P)
+    OF_TILE: gl.constexpr = scored_keys_layout(K.T, K.X, K.P)
     ids_ptr, counts_ptr = lists
     weights_ptr, tiles_ptr, weighed_ptr, left_ptr = leaves
     row = gl.program_id(1)
     b, head = row // K.HEADS, row % K.HEADS
-    first = number(records_ptr, b, _FIRST).to(gl.int32)
-    end = number(records_ptr, b, _END).to(gl.int32)
-    keys = number(records_ptr, b, _KEYS)
+    first = number(records_ptr, b, FIRST).to(gl.int32)
+    end = number(records_ptr, b, END).to(gl.int32)
+    keys = number(records_ptr, b, KEYS)
     keys_ptrs = key_pointers(records_ptr, b, head, keys, K)
     lowest, top, stop = share_of_blocks(first, end)
     apart = gl.num_programs(0)
@@ -618,8 +610,8 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     queries, units = load_queries(q_ptr, row, K)
     units = units * scale_log2
     place = row.to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
-    inner = key_of(gl.arange(0, K.T, layout=gl.SliceLayout(1, KEYS)), K.T)
-    part_of_keys = gl.arange(0, K.P, layout=gl.SliceLayout(0, KEYS))
+    inner = key_of(gl.arange(0, K.T, layout=gl.SliceLayout(1, OF_TILE)), K.T)
+    part_of_keys = gl.arange(0, K.P, layout=gl.SliceLayout(0, OF_TILE))
     ptrs = (
         weights_ptr.to(gl.pointer_type(gl.int8)) + place * width * (2 * K.X // K.P * K.GROUPS),
         tiles_ptr + place * (2 * (width // K.T)),
@@ -664,7 +656,7 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                 if not whole or gl.max(gl.max(together, 1), 0) >= least:
                     from_on = gl.maximum(first, tile + part_of_keys * K.T)
                     searched = (key >= gl.expand_dims(from_on, 0)) & (key < end)
-                    kept = kept_keys(together, key, head, searched, least, above, draws)
+                    kept = kept_keys(together, key, head, searched, (least, above, draws))
                     count = list_keys(ids_ptr + place * width, count, kept, key, K)
                     weights = gl.where(gl.expand_dims(searched & (kept == 0), 2), weights, 0.0)
                 if WEIGH:
@@ -674,10 +666,8 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
             prefetch_key_steps(keys_ptrs, lower, gl.where(lower >= start, beyond, lower), K, CHAINED)
             prefetch_value_steps(steps_ptrs, block * _BLOCK, beyond, K, WEIGH and CHAINED)
             folded, steps_units, added = fold(queries, steps, K)
-            score_block(
-                scores, ring, turn * TILES, keys_ptrs[0], block, (start, beyond, last),
-                folded, steps_units * units, added * units, K,
-            )  # fmt: skip
+            own = (folded, steps_units * units, added * units)
+            score_block(scores, ring, turn * TILES, keys_ptrs[0], block, (start, beyond, last), own, K)
     if searches:
         wait_for_copies(0)
     else:

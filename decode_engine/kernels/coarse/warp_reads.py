@@ -16,15 +16,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from decode_engine.kernels import records
 from decode_engine.kernels.coarse.key_tiles import word_pointers
 from decode_engine.kernels.coarse.registers import bits_of, held_words, row_words
+from decode_engine.kernels.record_fields import (
+    KEY_CODES,
+    KEY_OFFSETS,
+    KEY_SCALES,
+    VALUE_CODES,
+    VALUE_OFFSETS,
+    VALUE_SCALES,
+)
 from index_store.indexes.coarse_rows.parameters import BLOCK
 
 _FIELDS = gl.constexpr(records.RECORD_FIELDS)
-_KEY_CODES, _KEY_SCALES, _KEY_OFFSETS = (
-    gl.constexpr(field) for field in (records.KEY_CODES, records.KEY_SCALES, records.KEY_OFFSETS)
-)
-_VALUE_CODES, _VALUE_SCALES, _VALUE_OFFSETS = (
-    gl.constexpr(field) for field in (records.VALUE_CODES, records.VALUE_SCALES, records.VALUE_OFFSETS)
-)
 _BLOCK = gl.constexpr(BLOCK)
 
 
@@ -66,9 +68,9 @@ def key_pointers(
     """As `fields.key_pointers`, codes in words."""
     blocks = (keys + _BLOCK - 1) // _BLOCK
     return (
-        pointer(records_ptr, b, head * keys * row_words(K.DIM, K.BITS), _KEY_CODES, gl.int32),
-        pointer(records_ptr, b, head * blocks * K.DIM, _KEY_SCALES, gl.float16),
-        pointer(records_ptr, b, head * blocks * K.DIM, _KEY_OFFSETS, gl.float16),
+        pointer(records_ptr, b, head * keys * row_words(K.DIM, K.BITS), KEY_CODES, gl.int32),
+        pointer(records_ptr, b, head * blocks * K.DIM, KEY_SCALES, gl.float16),
+        pointer(records_ptr, b, head * blocks * K.DIM, KEY_OFFSETS, gl.float16),
     )
 
 
@@ -77,7 +79,7 @@ def value_codes(
     records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, K: gl.constexpr
 ) -> gl.tensor:
     """To codes of values, in words."""
-    return pointer(records_ptr, b, head * keys * row_words(K.DIM, K.BITS), _VALUE_CODES, gl.int32)
+    return pointer(records_ptr, b, head * keys * row_words(K.DIM, K.BITS), VALUE_CODES, gl.int32)
 
 
 @gluon.jit
@@ -86,8 +88,8 @@ def value_steps(
 ) -> gl.tensor:
     """To scales and offsets of values, GROUPS of each for a key."""
     return (
-        pointer(records_ptr, b, head * keys * K.GROUPS, _VALUE_SCALES, gl.float16),
-        pointer(records_ptr, b, head * keys * K.GROUPS, _VALUE_OFFSETS, gl.float16),
+        pointer(records_ptr, b, head * keys * K.GROUPS, VALUE_SCALES, gl.float16),
+        pointer(records_ptr, b, head * keys * K.GROUPS, VALUE_OFFSETS, gl.float16),
     )
 
 

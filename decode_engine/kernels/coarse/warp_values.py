@@ -20,7 +20,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from decode_engine.kernels import records
 from decode_engine.kernels.attention.online_softmax import LOG2E, Partials
 from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.kernels.coarse.registers import (
@@ -55,7 +54,6 @@ from decode_engine.kernels.coarse.warp_pass import (
     copy_weights,
     new_weights_ring,
     reference_weights,
-    weigh_keys,
     what_passes,
 )
 from decode_engine.kernels.coarse.warp_reads import (
@@ -69,11 +67,8 @@ from decode_engine.kernels.coarse.warp_reads import (
     wait_for_copies,
 )
 from decode_engine.kernels.launches import chained
+from decode_engine.kernels.record_fields import END, FIRST, KEYS, KV, TAIL, TAIL_KEYS
 
-_KEYS, _FIRST, _END, _TAIL_KEYS, _KV, _TAIL = (
-    gl.constexpr(field)
-    for field in (records.KEYS, records.FIRST, records.END, records.TAIL_KEYS, records.KV, records.TAIL)
-)
 ROWS_TILE, _HEADROOM = gl.constexpr(16), gl.constexpr(64.0)
 """ROWS; octaves that exact weights may lie above the number that weights are relative to."""
 _COMING, _AT_ONCE = gl.constexpr(64), gl.constexpr(32)
@@ -326,15 +321,15 @@ def sums_left(
 @gluon.jit
 def context_of(records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, ELEMENT: gl.constexpr) -> gl.tensor:
     """What `attend_rows` has to know of a row's context, and how many entries are always attended."""
-    first = number(records_ptr, b, _FIRST).to(gl.int32)
-    end = number(records_ptr, b, _END).to(gl.int32)
-    in_context = first + gl.maximum(number(records_ptr, b, _KEYS).to(gl.int32) - end, 0)
-    context = number(records_ptr, b, _KV) + head * number(records_ptr, b, _KV + 1)
-    tail = number(records_ptr, b, _TAIL) + head * number(records_ptr, b, _TAIL + 1)
+    first = number(records_ptr, b, FIRST).to(gl.int32)
+    end = number(records_ptr, b, END).to(gl.int32)
+    in_context = first + gl.maximum(number(records_ptr, b, KEYS).to(gl.int32) - end, 0)
+    context = number(records_ptr, b, KV) + head * number(records_ptr, b, KV + 1)
+    tail = number(records_ptr, b, TAIL) + head * number(records_ptr, b, TAIL + 1)
     # Found in units of 16 bytes, so that loads are known to be aligned.
     to_tail = (tail - context) // 16 * (128 // ELEMENT.primitive_bitwidth)
     rows_ptr = gl.multiple_of(context.to(gl.pointer_type(ELEMENT)), 16)
-    entries = in_context + number(records_ptr, b, _TAIL_KEYS).to(gl.int32)
+    entries = in_context + number(records_ptr, b, TAIL_KEYS).to(gl.int32)
     return (rows_ptr, first, end, in_context, to_tail), entries
 
 
@@ -370,8 +365,6 @@ def exact_share(
     records_ptr: gl.tensor,
     lists: gl.tensor,
     row: gl.tensor,
-    b: gl.tensor,
-    head: gl.tensor,
     segments: gl.tensor,
     shares: gl.tensor,
     width: gl.tensor,
@@ -390,7 +383,7 @@ def exact_share(
     )
     ids_ptr, counts_ptr = lists
     counted = counts_of(counts_ptr, row, segments, SEGMENTS)
-    context, always = context_of(records_ptr, b, head, q_ptr.dtype.element_ty)
+    context, always = context_of(records_ptr, row // K.HEADS, row % K.HEADS, q_ptr.dtype.element_ty)
     queries = load_row_queries(q_ptr, row, K)
     listed = gl.max(counted[1], 0)
     count = listed + always
@@ -443,14 +436,14 @@ def values_kernel(
     weights_ptr, tiles_ptr, weighed_ptr, left_ptr = leaves
     slot, row = gl.program_id(0), gl.program_id(1)
     b, head = row // K.HEADS, row % K.HEADS
-    keys = number(records_ptr, b, _KEYS)
-    searches = number(records_ptr, b, _END) > number(records_ptr, b, _FIRST)
+    keys = number(records_ptr, b, KEYS)
+    searches = number(records_ptr, b, END) > number(records_ptr, b, FIRST)
     codes_ptr = value_codes(records_ptr, b, head, keys, K)
     wait_alone(CHAINED)
     let_next_begin(CHAINED)
     if EXACT and slot < shares:
         sums, total, peaks = exact_share(
-            q_ptr, records_ptr, lists, row, b, head, segments, shares, width, scale_log2, K, SEGMENTS
+            q_ptr, records_ptr, lists, row, segments, shares, width, scale_log2, K, SEGMENTS
         )
     else:
         counted = counts_of(weighed_ptr, row, segments, SEGMENTS)
@@ -469,23 +462,6 @@ def values_kernel(
     store_state(partials, (sums, total, peaks), place, K)
 
 
-def attend_all(
-    q_BHGD: Tensor,
-    records_BF: Tensor,
-    sizes: CoarseSizes,
-    work: CoarseWork,
-    lists: KeyLists,
-    partials: Partials,
-) -> None:
-    """A whole step's attention, into sizes.slots(B * H) slots of `partials`.
-
-    To the keys that the cuts keep, sinks, recent window and tail exactly, to all others by their codes; `lists` gets
-    those that are kept. For queries, keys and values in bfloat16.
-    """
-    weigh_keys(q_BHGD, records_BF, sizes, work, lists)
-    attend_others(q_BHGD, records_BF, sizes, work, lists, partials, exact=True)
-
-
 def attend_others(
     q_BHGD: Tensor,
     records_BF: Tensor,
@@ -498,7 +474,8 @@ def attend_others(
 ) -> None:
     """Coarse attention to all keys of the searched range that `weigh_keys` has not listed, into the first slots.
 
-    exact: the first programs attend to everything else exactly, and sizes.slots(B * H) slots are filled.
+    exact: the first programs attend to everything else exactly, listed keys, sinks, recent window and tail, and
+    sizes.slots(B * H) slots are filled; for queries, keys and values in bfloat16.
     """
     rows, segments = q_BHGD.shape[0] * sizes.kv_heads, lists.counts_RP.shape[1]
     shares = sizes.exact_programs(rows) if exact else 0

@@ -10,8 +10,8 @@ A kernel reads host memory in place. PCIe is busy with a few programs of one war
 places stay free for whatever runs beside. What limits them is how many bytes are under way: every program has
 `CopyShape.tile` rows of its own in flight, 16 bytes per thread. Rows should be listed in the order in which they lie.
 
-Shape legend: L layers with a cache, H KV heads, S slots of a KV head, d head dim, M words of marks; C tallies, or
-copies that there is room for.
+Shape legend: L layers with a cache, H KV heads, S slots of a KV head, d head dim, M words of marks, C tallies; R rows
+of X numbers.
 """
 
 from __future__ import annotations
@@ -43,55 +43,22 @@ class CopyShape:
     warps: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class RowCopies:
-    """Copies to make, listed on the device.
+def copy_rows(sources_R: Tensor, out_RX: Tensor, shape: CopyShape | None = None) -> None:
+    """Copies rows at int64 addresses, multiples of 16, perhaps of page-locked host memory, into those of a tensor.
 
-    sources_C, targets_C: [C] int64 addresses of rows, multiples of 16; where the target is 0 nothing is copied.
-    count_1: [1] int32, entries that count.
-
-    Raises InvalidArgumentError for other types and shapes.
-    """
-
-    sources_C: Tensor
-    targets_C: Tensor
-    count_1: Tensor
-
-    def __post_init__(self) -> None:
-        for name, tensor, dtype in (
-            ("sources", self.sources_C, torch.int64),
-            ("targets", self.targets_C, torch.int64),
-            ("count", self.count_1, torch.int32),
-        ):
-            if tensor.dtype != dtype or tensor.dim() != 1 or not tensor.is_contiguous():
-                raise InvalidArgumentError(
-                    f"{name} are {tensor.dtype} of shape {tuple(tensor.shape)}, expected {dtype} in one "
-                    "contiguous dimension"
-                )
-        if self.sources_C.shape != self.targets_C.shape or len(self.count_1) != 1:
-            raise InvalidArgumentError(
-                f"{len(self.sources_C)} sources, {len(self.targets_C)} targets and {len(self.count_1)} counts, "
-                "expected as many sources as targets and one count"
-            )
-
-
-def copy_rows(copies: RowCopies, row_bytes: int, shape: CopyShape | None = None) -> None:
-    """Makes the copies. The sources may be page-locked host memory, the targets are on the device.
-
-    row_bytes: of every row, a power of two of at least 16.
+    out_RX: contiguous, on the device; its rows have a power of two of bytes, at least 16.
     Raises InvalidArgumentError for another row size or shape of the launch.
     """
-    shape = shape or CopyShape()
+    shape, row_bytes = shape or CopyShape(), out_RX.shape[1] * out_RX.element_size()
     check_shape(row_bytes, shape)
     copy_kernel[(shape.programs,)](
-        copies.sources_C,
-        copies.targets_C,
-        copies.count_1,
-        len(copies.sources_C),
+        sources_R,
+        out_RX.view(torch.int32),
+        len(sources_R),
         WORDS=row_bytes // WORD,
         TILE=shape.tile,
         num_warps=shape.warps,
-        **chained(copies.sources_C.device),
+        **chained(sources_R.device),
     )
 
 
@@ -113,33 +80,30 @@ def row_words(addresses: tl.tensor, WORDS: tl.constexpr) -> tl.tensor:
     return rows[:, None] + tl.arange(0, WORDS)[None, :]
 
 
-@triton.jit(do_not_specialize=["room"])
+@triton.jit(do_not_specialize=["count"])
 def copy_kernel(
     sources_ptr: tl.tensor,
-    targets_ptr: tl.tensor,
-    count_ptr: tl.tensor,
-    room: tl.tensor,
+    out_ptr: tl.tensor,
+    count: tl.tensor,
     WORDS: tl.constexpr,
     TILE: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Every program copies TILE rows in every round."""
     wait_for_launch(CHAINED)
-    count = tl.minimum(tl.load(count_ptr), room)
     step = tl.num_programs(0) * TILE
     first = tl.program_id(0) * TILE
     entry = first + tl.arange(0, TILE)
     sources = tl.load(sources_ptr + entry, mask=entry < count, other=0)
-    targets = tl.load(targets_ptr + entry, mask=entry < count, other=0)
     for _ in range(first, count, step):
         # The next addresses arrive while these rows are under way.
+        next_sources = tl.load(sources_ptr + entry + step, mask=entry + step < count, other=0)
+        there = (entry < count)[:, None]
+        words = tl.load(row_words(sources, WORDS), mask=there, other=0)
+        into = out_ptr + entry.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        tl.store(into, words, mask=there)
         entry += step
-        next_sources = tl.load(sources_ptr + entry, mask=entry < count, other=0)
-        next_targets = tl.load(targets_ptr + entry, mask=entry < count, other=0)
-        copied = (targets != 0)[:, None]
-        words = tl.load(row_words(sources, WORDS), mask=copied, other=0)
-        tl.store(row_words(targets, WORDS), words, mask=copied)
-        sources, targets = next_sources, next_targets
+        sources = next_sources
 
 
 WAYS = SET

@@ -121,30 +121,19 @@ CLAIM_FIRST = 1
 LEFT = -2
 """Location of a missing key that another session lists, until `settle_kernel` finds its slot."""
 
-_TALLY = tl.constexpr(TALLY_COUNT)
-_DONE = tl.constexpr(DONE)
-_CURRENT = tl.constexpr(CURRENT)
-_WANTED = tl.constexpr(WANTED)
-_REUSED = tl.constexpr(REUSED)
-_BYPASSED = tl.constexpr(BYPASSED)
-_CROWDED = tl.constexpr(CROWDED)
-_WAYS = tl.constexpr(WAYS)
-_HASH = tl.constexpr(HASH)
-_OTHER_HASH = tl.constexpr(OTHER_HASH)
-_TURN = tl.constexpr(TURN)
-_LAST_TURN = tl.constexpr(LAST_TURN)
-_ENTRY_BITS = tl.constexpr(ENTRY_BITS)
-_CLAIM_FIRST = tl.constexpr(CLAIM_FIRST)
-_LEFT = tl.constexpr(LEFT)
-_MARKED = tl.constexpr(MARKED)
+_TALLY, _DONE, _CURRENT, _WANTED = map(tl.constexpr, (TALLY_COUNT, DONE, CURRENT, WANTED))
+_REUSED, _BYPASSED, _CROWDED = map(tl.constexpr, (REUSED, BYPASSED, CROWDED))
+_WAYS, _MARKED, _HASH, _OTHER_HASH = map(tl.constexpr, (WAYS, MARKED, HASH, OTHER_HASH))
+_TURN, _LAST_TURN, _ENTRY_BITS = map(tl.constexpr, (TURN, LAST_TURN, ENTRY_BITS))
+_CLAIM_FIRST, _LEFT = tl.constexpr(CLAIM_FIRST), tl.constexpr(LEFT)
 
 
 @triton.jit
-def first_slots(ids: tl.tensor, sets: tl.tensor, WAYS: tl.constexpr) -> tl.tensor:
+def first_slots(ids: tl.tensor, sets: tl.tensor) -> tl.tensor:
     """The first slots of both sets of every key, by multiplicative hashes."""
     one = (ids.to(tl.int64) * _HASH) & 0xFFFFFFFF
     other = (ids.to(tl.int64) * _OTHER_HASH) & 0xFFFFFFFF
-    return ((one * sets) >> 32).to(tl.int32) * WAYS, ((other * sets) >> 32).to(tl.int32) * WAYS
+    return ((one * sets) >> 32).to(tl.int32) * _WAYS, ((other * sets) >> 32).to(tl.int32) * _WAYS
 
 
 @triton.jit
@@ -172,13 +161,11 @@ def store_pair(pairs_ptr: tl.tensor, row: tl.tensor, one: tl.tensor, other: tl.t
 
 
 @triton.jit
-def slots_of(
-    tags_ptr: tl.tensor, ids: tl.tensor, sets: tl.tensor, sought: tl.tensor, WAYS: tl.constexpr
-) -> tl.tensor:
+def slots_of(tags_ptr: tl.tensor, ids: tl.tensor, sets: tl.tensor, sought: tl.tensor) -> tl.tensor:
     """The slot in which each sought key is, or -1."""
-    one, other = first_slots(ids, sets, WAYS)
-    one = one[:, None] + tl.arange(0, WAYS)[None, :]
-    other = other[:, None] + tl.arange(0, WAYS)[None, :]
+    one, other = first_slots(ids, sets)
+    one = one[:, None] + tl.arange(0, _WAYS)[None, :]
+    other = other[:, None] + tl.arange(0, _WAYS)[None, :]
     tags = tl.load(tags_ptr + one, mask=sought[:, None], other=0, cache_modifier=".cg")
     other_tags = tl.load(tags_ptr + other, mask=sought[:, None], other=0, cache_modifier=".cg")
     tag = (ids + 1)[:, None]
@@ -241,10 +228,7 @@ def list_misses(
 @triton.jit(do_not_specialize=["misses_room", "width", "room"])
 def find_kernel(  # noqa: PLR0915 - what a program does stands in one place
     records_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    joined_ptr: tl.tensor,
-    locations_ptr: tl.tensor,
+    lists: tl.tensor,
     misses: tl.tensor,
     found_ptr: tl.tensor,
     misses_room: tl.tensor,
@@ -254,6 +238,7 @@ def find_kernel(  # noqa: PLR0915 - what a program does stands in one place
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (share of a row's entries but the tail, row). SHARED: rows may be on one context."""
+    ids_ptr, counts_ptr, joined_ptr, locations_ptr = lists
     miss_sources_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr = misses
     row = row_of(tl.program_id(1), K.HEADS, K.FIRST_HEAD, K.SOME_HEADS)
     b = row // K.HEADS
@@ -289,7 +274,7 @@ def find_kernel(  # noqa: PLR0915 - what a program does stands in one place
         ids = segment_ids(ids_ptr, counts, width, entry, tl.minimum(stop, listed), K)
         ids = with_always(ids, entry, listed, entries, first, end)
         sought = (ids >= 0) & cached
-        slot = slots_of(tags_ptr, ids, sets, sought, _WAYS)
+        slot = slots_of(tags_ptr, ids, sets, sought)
         there = slot >= 0
         left, unlisted = list_misses(
             (miss_sources_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr + turn), marks_ptr,
@@ -316,9 +301,7 @@ def find_kernel(  # noqa: PLR0915 - what a program does stands in one place
 @triton.jit(do_not_specialize=["width", "room"])
 def settle_kernel(
     records_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    joined_ptr: tl.tensor,
-    locations_ptr: tl.tensor,
+    lists: tl.tensor,
     found_ptr: tl.tensor,
     width: tl.tensor,
     room: tl.tensor,
@@ -326,6 +309,7 @@ def settle_kernel(
     CHAINED: tl.constexpr,
 ) -> None:
     """Programs as of find, each with the same entries."""
+    counts_ptr, joined_ptr, locations_ptr = lists
     row = row_of(tl.program_id(1), K.HEADS, K.FIRST_HEAD, K.SOME_HEADS)
     b = row // K.HEADS
     head = (row % K.HEADS).to(tl.int64)
@@ -346,7 +330,7 @@ def settle_kernel(
         left = location == _LEFT
         if tl.max(left.to(tl.int32), 0) > 0:
             ids = tl.load(joined_ptr + entry, mask=left, other=0, cache_modifier=".cg")
-            slot = slots_of(tags_ptr, ids, sets, left, _WAYS)
+            slot = slots_of(tags_ptr, ids, sets, left)
             tl.store(locations_ptr + entry, slot, mask=left)
             lost += (left & (slot < 0)).to(tl.int32)
     # Find took them for found.
@@ -479,10 +463,7 @@ def fetch_rows(
     misses = (buffers.sources_C, buffers.targets_C, buffers.ids_C, buffers.entries_C, buffers.counts_4)
     find_kernel[(programs, some_rows)](
         records_BF,
-        lists.ids_RPW,
-        lists.counts_RP,
-        joined_RN,
-        buffers.locations_RN,
+        (lists.ids_RPW, lists.counts_RP, joined_RN, buffers.locations_RN),
         misses,
         found_RX2,
         len(buffers.sources_C),
@@ -502,7 +483,7 @@ def fetch_rows(
     )
     if shared:
         settle_kernel[(programs, some_rows)](
-            records_BF, lists.counts_RP, joined_RN, buffers.locations_RN, found_RX2, width, room, **finding
+            records_BF, (lists.counts_RP, joined_RN, buffers.locations_RN), found_RX2, width, room, **finding
         )
     return buffers.locations_RN
 
@@ -520,11 +501,10 @@ def claim_slots(
     pending: tl.tensor,
     step: tl.tensor,
     K: tl.constexpr,
-    WAYS: tl.constexpr,
 ) -> tl.tensor:
     """The slot that each pending key, in a step of that number, now owns of those whose stamps begin there, or -1."""
-    one, other = first_slots(ids, sets, WAYS)
-    ways = tl.arange(0, WAYS)[None, :]
+    one, other = first_slots(ids, sets)
+    ways = tl.arange(0, _WAYS)[None, :]
     stamps = tl.load(
         stamps_ptr[:, None] + (one[:, None] + ways), mask=pending[:, None], other=0, cache_modifier=".cg"
     )
@@ -532,15 +512,15 @@ def claim_slots(
         stamps_ptr[:, None] + (other[:, None] + ways), mask=pending[:, None], other=0, cache_modifier=".cg"
     )
     # Ways of both sets take turns.
-    stamps = tl.reshape(tl.join(stamps, other_stamps), [K.CLAIM_TILE, 2 * WAYS])
-    ways = tl.arange(0, 2 * WAYS)[None, :]
-    offset = ids % (2 * WAYS)
-    turned = (ways + offset[:, None]) % (2 * WAYS)
+    stamps = tl.reshape(tl.join(stamps, other_stamps), [K.CLAIM_TILE, 2 * _WAYS])
+    ways = tl.arange(0, 2 * _WAYS)[None, :]
+    offset = ids % (2 * _WAYS)
+    turned = (ways + offset[:, None]) % (2 * _WAYS)
     owned = tl.full([K.CLAIM_TILE], -1, tl.int32)
     while tl.max(pending.to(tl.int32), 0) > 0:
         oldest = tl.min(stamps, 1)
-        turn = tl.min(tl.where(stamps == oldest[:, None], turned, 2 * WAYS), 1)
-        way = (turn + 2 * WAYS - offset) % (2 * WAYS)
+        turn = tl.min(tl.where(stamps == oldest[:, None], turned, 2 * _WAYS), 1)
+        way = (turn + 2 * _WAYS - offset) % (2 * _WAYS)
         slot = tl.where(way % 2 == 0, one, other) + way // 2
         trying = pending & (oldest < step)
         before = tl.atomic_max(stamps_ptr + slot, step, mask=trying, sem="relaxed")
@@ -573,7 +553,7 @@ def claim_misses(
     CHAINED: tl.constexpr,
 ) -> None:
     """Claims slots for a share of the misses, and ends the step of ENDED rows, some perhaps like other programs do."""
-    targets_ptr, ids_ptr, entries_ptr, counts_ptr = misses
+    _, targets_ptr, ids_ptr, entries_ptr, counts_ptr = misses
     program = tl.program_id(0)
     ended = tl.minimum(program + tl.arange(0, K.ENDED) * claimers, rows - 1)
     ended = row_of(ended, K.HEADS, K.FIRST_HEAD, K.SOME_HEADS)
@@ -598,7 +578,7 @@ def claim_misses(
         tags_ptr = aligned_pointer(records_ptr, b, slots, TAGS, tl.int32)
         target = field(records_ptr, b, SLOTS) + head * field(records_ptr, b, SLOTS + 1)
         step = tl.load(tallies_ptr + _CURRENT, mask=there, other=0, cache_modifier=".cg")
-        slot = claim_slots(stamps_ptr, ids, sets, there, step.to(tl.int32), K, _WAYS)
+        slot = claim_slots(stamps_ptr, ids, sets, there, step.to(tl.int32), K)
         owner = slot >= 0
         # Readers wait for this.
         target = tl.where(owner, target + slot.to(tl.int64) * K.ROW_BYTES, _NOWHERE)
@@ -621,9 +601,7 @@ def claim_misses(
 
 @triton.jit
 def read_misses(
-    sources_ptr: tl.tensor,
-    targets_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
+    misses: tl.tensor,
     misses_room: tl.tensor,
     reader: tl.tensor,
     readers: tl.tensor,
@@ -631,6 +609,7 @@ def read_misses(
     CHAINED: tl.constexpr,
 ) -> None:
     """Reads a share of the missing rows, TILE in every round, and writes those that have a slot."""
+    sources_ptr, targets_ptr, _, _, counts_ptr = misses
     first = reader * K.READ_TILE
     place = first + tl.arange(0, K.READ_TILE)
     wait_for_launch(CHAINED)
@@ -669,14 +648,8 @@ def bring_kernel(
     CHAINED: tl.constexpr,
 ) -> None:
     """The first `claimers` programs claim, the others read. rows: of the launch that found."""
-    miss_sources_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr = misses
     if tl.program_id(0) < claimers:
-        claim_misses(
-            records_ptr, locations_ptr, (miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr), rows,
-            misses_room, room, claimers, K, CHAINED,
-        )  # fmt: skip
+        claim_misses(records_ptr, locations_ptr, misses, rows, misses_room, room, claimers, K, CHAINED)
     else:
-        read_misses(
-            miss_sources_ptr, miss_targets_ptr, miss_counts_ptr, misses_room, tl.program_id(0) - claimers,
-            tl.num_programs(0) - claimers, K, CHAINED,
-        )  # fmt: skip
+        readers = tl.num_programs(0) - claimers
+        read_misses(misses, misses_room, tl.program_id(0) - claimers, readers, K, CHAINED)

@@ -103,8 +103,6 @@ def pick_rows(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
     picked: tl.tensor,
-    b: tl.tensor,
-    h: tl.tensor,
     slot: tl.tensor,
     scale: tl.tensor,
     K: tl.constexpr,
@@ -116,6 +114,7 @@ def pick_rows(
     again, with weight 0. What does not depend on the launch before is read before it has ended.
     """
     rows_ptr, weights_ptr, units_ptr = picked
+    b, h = slot // K.L // K.HEADS, slot // K.L % K.HEADS
     W: tl.constexpr = K.DIM // K.M
     J: tl.constexpr = max(4, K.M)
     CB: tl.constexpr = min(K.CP, _PICK_SIZE // K.DIM)
@@ -159,27 +158,19 @@ def signed_byte(words: tl.tensor, index: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def weighted_bytes(
-    x0: tl.tensor, x1: tl.tensor, x2: tl.tensor, x3: tl.tensor, w: tl.tensor, index: tl.constexpr
-) -> tl.tensor:
+def weighted_bytes(x: tl.tensor, w: tl.tensor, index: tl.constexpr) -> tl.tensor:
     """Byte `index` of four rows' words, added up by the four weights of 8 bits in w."""
+    x0, x1, x2, x3 = x
     upper = (w & 255) * signed_byte(x0, index) + ((w >> 8) & 255) * signed_byte(x1, index)
     lower = ((w >> 16) & 255) * signed_byte(x2, index) + ((w >> 24) & 255) * signed_byte(x3, index)
     return upper + lower
 
 
 @triton.jit
-def add_four_rows(
-    x0: tl.tensor,
-    x1: tl.tensor,
-    x2: tl.tensor,
-    x3: tl.tensor,
-    w: tl.tensor,
-    a: tl.tensor,
-    ASSEMBLY: tl.constexpr,
-) -> tl.tensor:
+def add_four_rows(x: tl.tensor, w: tl.tensor, a: tl.tensor, ASSEMBLY: tl.constexpr) -> tl.tensor:
     """Adds four weighted rows to the sums of a word's four keys; w holds four weights of 8 bits."""
     a0, a1, a2, a3 = a
+    x0, x1, x2, x3 = x
     if ASSEMBLY:
         a0, a1, a2, a3 = tl.inline_asm_elementwise(
             _ADD_FOUR_ROWS,
@@ -190,25 +181,20 @@ def add_four_rows(
             pack=1,
         )
     else:
-        a0 += weighted_bytes(x0, x1, x2, x3, w, 0)
-        a1 += weighted_bytes(x0, x1, x2, x3, w, 1)
-        a2 += weighted_bytes(x0, x1, x2, x3, w, 2)
-        a3 += weighted_bytes(x0, x1, x2, x3, w, 3)
+        a0 += weighted_bytes(x, w, 0)
+        a1 += weighted_bytes(x, w, 1)
+        a2 += weighted_bytes(x, w, 2)
+        a3 += weighted_bytes(x, w, 3)
     return a0, a1, a2, a3
 
 
 @triton.jit
 def sum_rows(
-    sequence: tl.tensor,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    slot: tl.tensor,
-    word: tl.tensor,
-    mask: tl.tensor,
-    K: tl.constexpr,
+    sequence: tl.tensor, picked: tl.tensor, slot: tl.tensor, word: tl.tensor, mask: tl.tensor, K: tl.constexpr
 ) -> tl.tensor:
     """Weighted sums of a query's picked rows for the four keys of every word, int32."""
     _, _, _, _, tables = sequence
+    rows_ptr, weights_ptr, _ = picked
     # All of these loads are under way before the first row's: one by one they would cost most of a step.
     rows = ()
     weights = ()
@@ -223,7 +209,7 @@ def sum_rows(
         x1 = load_row(tables, rows[j + 1], word, mask)
         x2 = load_row(tables, rows[j + 2], word, mask)
         x3 = load_row(tables, rows[j + 3], word, mask)
-        a = add_four_rows(x0, x1, x2, x3, weights[j // 4], a, K.ASSEMBLY)
+        a = add_four_rows((x0, x1, x2, x3), weights[j // 4], a, K.ASSEMBLY)
     return a
 
 
@@ -289,11 +275,10 @@ BINS = tl.constexpr(table_sizes.BINS)
 _PART = tl.constexpr(table_sizes.BINS // 4)  # the numbers of keys of four parts fit into 64 bits
 _PART_BITS = tl.constexpr((table_sizes.BINS // 4).bit_length() - 1)
 PAIRS = tl.constexpr(table_sizes.BINS // 2)
-LIMIT_WORDS = tl.constexpr(table_sizes.LIMIT_WORDS)
-_BIN_SHIFT = tl.constexpr(table_sizes.BIN_SHIFT)
-_LEAST_BIN = tl.constexpr(table_sizes.LEAST_BIN)
-_ALL_SUMS = tl.constexpr(-(2**30))
-_NO_SUM = tl.constexpr(2**30)
+LIMIT_WORDS, _BIN_SHIFT, _LEAST_BIN = map(
+    tl.constexpr, (table_sizes.LIMIT_WORDS, table_sizes.BIN_SHIFT, table_sizes.LEAST_BIN)
+)
+_ALL_SUMS, _NO_SUM = tl.constexpr(-(2**30)), tl.constexpr(2**30)
 
 
 @triton.jit
@@ -329,22 +314,13 @@ def linear_cut(bin: tl.tensor, reach: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def bins_of_keys(
-    sequence: tl.tensor,
-    word: tl.tensor,
-    mask: tl.tensor,
-    b0: tl.tensor,
-    b1: tl.tensor,
-    b2: tl.tensor,
-    b3: tl.tensor,
-    WORDS: tl.constexpr,
-) -> tl.tensor:
-    """The bins of all keys of WORDS words, by the bins of every word's four; -1 for those that are not searched."""
-    b0 = bin_or_none(b0, searched(word, 0, sequence) & mask)
-    b1 = bin_or_none(b1, searched(word, 1, sequence) & mask)
-    b2 = bin_or_none(b2, searched(word, 2, sequence) & mask)
-    b3 = bin_or_none(b3, searched(word, 3, sequence) & mask)
-    return tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * WORDS])
+def bins_of_keys(sequence: tl.tensor, word: tl.tensor, mask: tl.tensor, bins: tl.tensor) -> tl.tensor:
+    """The bins of all keys of the words, by the bins of every word's four; -1 for those that are not searched."""
+    b0 = bin_or_none(bins[0], searched(word, 0, sequence) & mask)
+    b1 = bin_or_none(bins[1], searched(word, 1, sequence) & mask)
+    b2 = bin_or_none(bins[2], searched(word, 2, sequence) & mask)
+    b3 = bin_or_none(bins[3], searched(word, 3, sequence) & mask)
+    return tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * SAMPLE_WORDS])
 
 
 @triton.jit
@@ -463,7 +439,7 @@ def pick_kernel(
     b = bh // K.HEADS
     first, end = searched_keys(records_ptr, b)
     if end > first:
-        pick_rows(q_ptr, records_ptr, picked, b, bh % K.HEADS, slot, scale, K, CHAINED)
+        pick_rows(q_ptr, records_ptr, picked, slot, scale, K, CHAINED)
     else:
         wait_alone(CHAINED)
     # Late, here and below: programs that come early only wait, in places that others need.
@@ -485,7 +461,7 @@ def sample_pooled_kernel(
     With PICK every program picks for itself first and writes the same rows: where there are few programs, that costs
     less than another launch.
     """
-    rows_ptr, weights_ptr, units_ptr = picked
+    _, _, units_ptr = picked
     bh = tl.program_id(1)
     b = bh // K.HEADS
     sequence = load_sequence(records_ptr, b)
@@ -494,18 +470,16 @@ def sample_pooled_kernel(
     word, mask = sampled_words(sequence, K.S)
     if K.PICK:
         if span > 0:
-            pick_rows(q_ptr, records_ptr, picked, b, bh % K.HEADS, bh, scale, K, CHAINED)
+            pick_rows(q_ptr, records_ptr, picked, bh, scale, K, CHAINED)
         else:
             wait_alone(CHAINED)
         tl.debug_barrier()
     else:
         wait_alone(CHAINED)
-    a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, K)
+    a0, a1, a2, a3 = sum_rows(sequence, picked, bh, word, mask, K)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
-    bins = bins_of_keys(
-        sequence, word, mask, linear_bin(a0, reach), linear_bin(a1, reach), linear_bin(a2, reach),
-        linear_bin(a3, reach), SAMPLE_WORDS,
-    )  # fmt: skip
+    binned = (linear_bin(a0, reach), linear_bin(a1, reach), linear_bin(a2, reach), linear_bin(a3, reach))
+    bins = bins_of_keys(sequence, word, mask, binned)
     store_histogram(sequence, counted_in, bins, bh, reach, K)
     let_next_begin(CHAINED)
 
@@ -545,7 +519,7 @@ def score_kernel(
 ) -> None:
     """Scores one tile for one head; see `TableWork.logits` for what is left. Byte 0 is weight 0."""
     logits_ptr, peaks_ptr, masses_ptr = scored
-    rows_ptr, weights_ptr, units_ptr = picked
+    _, _, units_ptr = picked
     tile = tl.program_id(0) // K.L
     bh = tl.program_id(1)
     sequence = load_sequence(records_ptr, bh // K.HEADS)
@@ -553,7 +527,7 @@ def score_kernel(
     slot = bh * K.L + tl.program_id(0) % K.L
     if tile < tile_count(sequence, K.BW):
         word, mask = tile_words(sequence, tile, K.BW)
-        a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, slot, word, mask, K)
+        a0, a1, a2, a3 = sum_rows(sequence, picked, slot, word, mask, K)
         unit = tl.load(units_ptr + slot * 2) * LOG2E
         x0 = tl.where(searched(word, 0, sequence), a0.to(tl.float32) * unit, float("-inf"))
         x1 = tl.where(searched(word, 1, sequence), a1.to(tl.float32) * unit, float("-inf"))
@@ -631,9 +605,8 @@ def combine_kernel(
     word = block * MINI_WORDS + within % MINI_WORDS
     inside = inside & (block < blocks)
     bins = bins_of_keys(
-        sequence, word, inside, octave_bin(w0), octave_bin(w1), octave_bin(w2), octave_bin(w3),
-        SAMPLE_WORDS,
-    )  # fmt: skip
+        sequence, word, inside, (octave_bin(w0), octave_bin(w1), octave_bin(w2), octave_bin(w3))
+    )
     store_histogram(sequence, counted_in, bins, bh, None, K)
     let_next_begin(CHAINED)
 

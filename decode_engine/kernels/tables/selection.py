@@ -107,7 +107,6 @@ def keep_pooled(
     ids_ptr: tl.tensor,
     counted: tl.tensor,
     bh: tl.tensor,
-    head: tl.tensor,
     tile: tl.tensor,
     K: tl.constexpr,
 ) -> tl.tensor:
@@ -115,33 +114,31 @@ def keep_pooled(
 
     counted: the limit, if it was found EARLY, or else the histograms to find it from.
     """
-    rows_ptr, weights_ptr, units_ptr = picked
+    _, _, units_ptr = picked
     word, mask = tile_words(sequence, tile, K.BW)
-    sums = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, K)
+    sums = sum_rows(sequence, picked, bh, word, mask, K)
     if K.EARLY:
         least, above, draws = counted
     else:
         reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
         border, draws = threshold(sequence, sum_histograms(counted, K.S))
         least, above = linear_cut(border, reach), linear_cut(border + 1, reach)
-    return compact(sequence, sums, (least, above, draws), head, word, ids_ptr, K.BW)
+    return compact(sequence, sums, (least, above, draws), bh % K.HEADS, word, ids_ptr, K.BW)
 
 
 @triton.jit
 def keep_per_head(
     sequence: tl.tensor,
-    logits_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    normalisers_ptr: tl.tensor,
+    scored: tl.tensor,
     ids_ptr: tl.tensor,
     limit: tl.tensor,
     bh: tl.tensor,
-    head: tl.tensor,
     tile: tl.tensor,
     P: tl.tensor,
     K: tl.constexpr,
 ) -> tl.tensor:
     """Keeps the keys of a tile whose softmaxes, summed over the heads, pass the limit."""
+    logits_ptr, peaks_ptr, normalisers_ptr = scored
     word, mask = tile_words(sequence, tile, K.BW)
     zero = tl.zeros([K.BW], tl.float32)
     w = (zero, zero, zero, zero)
@@ -151,7 +148,7 @@ def keep_per_head(
         w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, K.BW), mask, w, K.BW)
     least, above, draws = limit
     least, above = least.to(tl.float32, bitcast=True), above.to(tl.float32, bitcast=True)
-    return compact(sequence, w, (least, above, draws), head, word, ids_ptr, K.BW)
+    return compact(sequence, w, (least, above, draws), bh % K.HEADS, word, ids_ptr, K.BW)
 
 
 @triton.jit
@@ -160,24 +157,21 @@ def keep_keys(
     found: tl.tensor,
     ids_ptr: tl.tensor,
     bh: tl.tensor,
-    head: tl.tensor,
     tile: tl.tensor,
     P: tl.tensor,
     K: tl.constexpr,
 ) -> tl.tensor:
     """Writes the ids of a tile's kept keys, and returns how many there are; none for a tile that is not there."""
-    picked, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr, limits_ptr = found
+    picked, scored, histograms_ptr, limits_ptr = found
     count = 0
     if (tile >= 0) & (tile < tile_count(sequence, K.BW)):
         # Read first, added up last: the scores are on their way meanwhile.
         limit_ptr = limits_ptr + bh * LIMIT_WORDS
         counted = load_limit(limit_ptr) if K.EARLY else load_histograms(histograms_ptr, bh, K.S)
         if K.POOLED:
-            count = keep_pooled(sequence, picked, ids_ptr, counted, bh, head, tile, K)
+            count = keep_pooled(sequence, picked, ids_ptr, counted, bh, tile, K)
         else:
-            count = keep_per_head(
-                sequence, logits_ptr, peaks_ptr, normalisers_ptr, ids_ptr, counted, bh, head, tile, P, K
-            )
+            count = keep_per_head(sequence, scored, ids_ptr, counted, bh, tile, P, K)
     return count
 
 
@@ -197,9 +191,7 @@ def select_kernel(
     sequence = load_sequence(records_ptr, bh // K.HEADS)
     wait_alone(CHAINED)
     place = bh * P + tile
-    count = keep_keys(
-        sequence, found, ids_ptr + place.to(tl.int64) * (4 * K.BW), bh, bh % K.HEADS, tile, P, K
-    )  # fmt: skip
+    count = keep_keys(sequence, found, ids_ptr + place.to(tl.int64) * (4 * K.BW), bh, tile, P, K)
     tl.store(counts_ptr + place, count)
     let_next_begin(CHAINED)
 
@@ -218,7 +210,7 @@ def select(
 def found_by(work: TableWork) -> tuple[Any, ...]:
     """What the search leaves."""
     picked = (work.rows, work.weights, work.units)
-    return (picked, work.logits, work.peaks, work.normalisers, work.histograms, work.limits)
+    return picked, (work.logits, work.peaks, work.normalisers), work.histograms, work.limits
 
 
 NEAR_RUNS = tl.constexpr(8)  # runs of exact rows that a program without a tile takes before others help
@@ -288,26 +280,17 @@ def attend_kernel(
     CHAINED: tl.constexpr,
 ) -> None:
     """Program (x, bh): tile x - EXACT, and a share of what is attended exactly."""
-    out_sums_ptr, out_peaks_ptr, out_totals_ptr = partials
     x = tl.program_id(0)
     bh = tl.program_id(1)
     tile = x - K.EXACT
     sequence = load_sequence(records_ptr, bh // K.HEADS)
     wait_alone(CHAINED)
     tile_ids_ptr = ids_ptr + (bh.to(tl.int64) * P + tl.maximum(tile, 0)) * (4 * K.BW)
-    count = keep_keys(sequence, found, tile_ids_ptr, bh, bh % K.HEADS, tile, P, K)
+    count = keep_keys(sequence, found, tile_ids_ptr, bh, tile, P, K)
     tl.store(counts_ptr + bh * P + tile, count, mask=tile >= 0)
     tl.debug_barrier()
-    peaks, totals, sums = attend_rows(q_ptr, records_ptr, tile_ids_ptr, bh, count, scale_log2, K)
-    store_partial(
-        (out_sums_ptr, out_peaks_ptr, out_totals_ptr),
-        bh,
-        tl.num_programs(0),
-        x,
-        (peaks, totals, sums),
-        K,
-        True,
-    )
+    state = attend_rows(q_ptr, records_ptr, tile_ids_ptr, bh, count, scale_log2, K)
+    store_partial(partials, bh, tl.num_programs(0), x, state, K, True)
     # Not sooner: programs that come early take the place of those that still have work.
     let_next_begin(CHAINED)
 

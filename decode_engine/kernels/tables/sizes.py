@@ -18,7 +18,7 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.online_softmax import Partials
-from decode_engine.kernels.families import MAX_KEYS, QUERY_TABLES
+from decode_engine.kernels.families import LARGEST_GROUP, MAX_KEYS, QUERY_TABLES
 from index_store.errors import InvalidArgumentError
 
 MINI_KEYS = 256
@@ -174,14 +174,15 @@ class TableSizes:
 class TableConstants(NamedTuple):
     """What kernels of a step are compiled for: letters as in the legend, GP, CP, PP and LP the next powers of two.
 
-    BW: words of a tile. S: programs that sample. BN: rows attended at a time, by EXACT programs without a tile. PICK:
-    programs that sample pick rows for themselves. EARLY: the limit is found once. ASSEMBLY: on a device. PRECISION: of
-    products of rows.
+    X: query rows of a product. BW: words of a tile. S: programs that sample. BN: rows attended at a time, by EXACT
+    programs without a tile. PICK: programs that sample pick rows for themselves. EARLY: the limit is found once.
+    ASSEMBLY: on a device. PRECISION: of products of rows.
     """
 
     HEADS: tl.constexpr
     L: tl.constexpr
     GROUP: tl.constexpr
+    X: tl.constexpr
     GP: tl.constexpr
     DIM: tl.constexpr
     M: tl.constexpr
@@ -206,7 +207,7 @@ class TableConstants(NamedTuple):
         """For queries of a step."""
         shape, up = sizes.shape, triton.next_power_of_2
         numbers = (
-            sizes.kv_heads, sizes.queries, sizes.group, up(sizes.group), sizes.head_dim, sizes.subspaces,
+            sizes.kv_heads, sizes.queries, sizes.group, LARGEST_GROUP, up(sizes.group), sizes.head_dim, sizes.subspaces,
             sizes.centroids, up(sizes.centroids), sizes.picks, sizes.samplers, shape.tile_keys // 4, shape.rows,
             shape.exact_programs, up(sizes.tiles), up(sizes.queries), sizes.strided, sizes.pooled,
             not shape.pick_apart, shape.early_threshold or not sizes.pooled, q_BHGD.is_cuda,

@@ -21,13 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decode_engine.host_search.mailbox import (
-    Mailbox,
-    MailboxSizes,
-    SearchedRow,
-    SearchThreads,
-    list_width,
-)
+from decode_engine.host_search.mailbox import Mailbox, MailboxSizes, SearchedRow, SearchThreads, list_width
 from decode_engine.host_search.mailbox_triton import await_lists, post_queries
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.sparse_attention import KeyLists

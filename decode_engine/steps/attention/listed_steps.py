@@ -65,7 +65,6 @@ class DenseSteps(StepAttention):
         self._partials = Partials.allocate(
             plan.rows, self._groups.slots, plan.group, plan.model.head_dim, plan.device
         )
-        self._kept_B = torch.zeros(plan.size, dtype=torch.int64, device=plan.device)
 
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
@@ -74,10 +73,6 @@ class DenseSteps(StepAttention):
             return None
         shape = model.shape(model.full_layers[0])
         return ATTENTION.refusal(shape.group, shape.head_dim)
-
-    @classmethod
-    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        return {}
 
     def arrange(self, seats: Sequence[Seat], steady: bool) -> None:
         self._groups.arrange(seats, steady=steady)
@@ -89,9 +84,6 @@ class DenseSteps(StepAttention):
         sinks_HG, slots_B = self.plan.sink_HG(layer), self._groups.slots_B
         out, _ = merge_partials(self._partials, q_BHGD.dtype, sinks_HG, slots_B)
         return out.view_as(q_BHGD)
-
-    def kept_B(self) -> Tensor:
-        return self._kept_B
 
 
 class WindowSteps(StepAttention):
@@ -110,7 +102,6 @@ class WindowSteps(StepAttention):
         slots = min(splits(plan.device), slots)
         self._partials = Partials.allocate(rows, slots, shape.group, shape.head_dim, plan.device)
         self._scale = shape.head_dim**-0.5
-        self._kept_B = torch.zeros(plan.size, dtype=torch.int64, device=plan.device)
 
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
@@ -128,9 +119,6 @@ class WindowSteps(StepAttention):
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
         attend_window(q_BHGD, records_BF, self._partials, self._scale)
         return merge_partials(self._partials, q_BHGD.dtype, self.plan.sink_HG(layer))[0].view_as(q_BHGD)
-
-    def kept_B(self) -> Tensor:
-        return self._kept_B
 
 
 def splits(device: torch.device) -> int:

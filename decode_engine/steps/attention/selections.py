@@ -37,7 +37,7 @@ from decode_engine.kernels.clusters.selection import SelectionBuffers, select_cl
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_shape
 from decode_engine.kernels.coarse.warp_pass import weigh_keys
-from decode_engine.kernels.coarse.warp_values import attend_all, attend_others
+from decode_engine.kernels.coarse.warp_values import attend_others
 from decode_engine.kernels.families import KEY_CLUSTERS, QUERY_TABLES, coarse_refusal
 from decode_engine.kernels.tables.selection import select, table_attention
 from decode_engine.kernels.tables.sizes import (
@@ -292,14 +292,8 @@ def cluster_refusal(spec: IndexSpec, manifest: Manifest) -> str | None:
     return KEY_CLUSTERS.refusal(model.query_heads // model.kv_heads, model.head_dim)
 
 
-_ADDRESSES = {
-    records.KEY_CODES: "key_codes",
-    records.KEY_SCALES: "key_scales",
-    records.KEY_OFFSETS: "key_offsets",
-    records.VALUE_CODES: "value_codes",
-    records.VALUE_SCALES: "value_scales",
-    records.VALUE_OFFSETS: "value_offsets",
-}
+_COPY = ("key_codes", "value_codes", "key_scales", "key_offsets", "value_scales", "value_offsets")
+"""Arrays of an index of coarse rows, in the order of `records.COARSE_COPY`."""
 
 
 class CoarseSelection(KeySelection):
@@ -342,7 +336,8 @@ class CoarseSelection(KeySelection):
             raise RuntimeError("a search attends to nothing before `attend_too`")
         self.lists = replace(self.lists, counts_RP=kept_RX)
         find_cuts(q_BHGD, records_BF, self.sizes, self.work)
-        attend_all(q_BHGD, records_BF, self.sizes, self.work, self.lists, self._partials)
+        weigh_keys(q_BHGD, records_BF, self.sizes, self.work, self.lists)
+        attend_others(q_BHGD, records_BF, self.sizes, self.work, self.lists, self._partials, exact=True)
         return merge_partials(self._partials, q_BHGD.dtype, sink_HG)[0].view_as(q_BHGD)
 
     def attend_too(self, partials: Partials) -> None:
@@ -411,7 +406,7 @@ class CoarseOthers(StepRemainder):
 def coarse_fields(context: ResidentContext, index: str, layer: int) -> Mapping[int, int]:
     """What a layer's record says about a coarse copy."""
     arrays = context.index(index, layer).arrays()
-    return {field: arrays[name].data_ptr() for field, name in _ADDRESSES.items()}
+    return {field: arrays[name].data_ptr() for field, name in zip(records.COARSE_COPY, _COPY, strict=True)}
 
 
 SELECTIONS: Mapping[str, type[KeySelection]] = MappingProxyType(

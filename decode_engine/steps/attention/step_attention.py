@@ -89,6 +89,7 @@ class StepAttention(ABC):
     def __init__(self, plan: StepPlan) -> None:
         """Allocates the buffers."""
         self.plan = plan
+        self._none_kept_B = torch.zeros(plan.size, dtype=torch.int64, device=plan.device)
 
     @classmethod
     @abstractmethod
@@ -96,13 +97,13 @@ class StepAttention(ABC):
         """Why the method cannot run this way over such a context, as a clause; None when it can."""
 
     @classmethod
-    @abstractmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
         """What a layer's record says about the context's indexes (field -> value).
 
         Arrays that kernels need in another form than the stored one are made with `context.derived` and live as long
         as the context. The keys' and the tail's fields are written by the caller.
         """
+        return {}
 
     @abstractmethod
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
@@ -113,9 +114,9 @@ class StepAttention(ABC):
         overwrites. Never waits for the device.
         """
 
-    @abstractmethod
     def kept_B(self) -> Tensor:
         """Selected keys that the last step attended exactly, all layers and KV heads together: [B] int64."""
+        return self._none_kept_B
 
     def arrange(self, seats: Sequence[Seat], steady: bool) -> None:  # noqa: B027 - most work row by row
         """Called before a step of other rows than those of the last one, on its stream: who shares a context.

@@ -27,7 +27,7 @@ from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseConstants, CoarseSizes, CoarseWork
 from decode_engine.kernels.coarse.warp_pass import NEGLIGIBLE, weigh_keys
-from decode_engine.kernels.coarse.warp_values import attend_all
+from decode_engine.kernels.coarse.warp_values import attend_others
 from decode_engine.kernels.records import records_of
 from index_store.attention.attention_state import AttentionState
 from index_store.errors import InvalidArgumentError
@@ -186,7 +186,8 @@ def test_everything_is_attended_to(head_dim: int, bits: int, group: int) -> None
     with interpreted():
         records_BF = records_of(batch, "cpu")
         find_cuts(q_BHGD, records_BF, sizes, work)
-        attend_all(q_BHGD, records_BF, sizes, work, lists, partials)
+        weigh_keys(q_BHGD, records_BF, sizes, work, lists)
+        attend_others(q_BHGD, records_BF, sizes, work, lists, partials, exact=True)
     out_RGD, lse_RG = merge_partials(partials)
     others = attend_others_reference(q_BHGD, [each and each.coarse for each in batch], lists)
     assert not out_RGD[2:4].any()
@@ -322,7 +323,8 @@ def test_exact_weights_far_above_all_others_do_not_overflow(head_dim: int) -> No
     with interpreted():
         records_BF = records_of([sequence], "cpu")
         find_cuts(q_BHGD, records_BF, sizes, work)
-        attend_all(q_BHGD, records_BF, sizes, work, lists, partials)
+        weigh_keys(q_BHGD, records_BF, sizes, work, lists)
+        attend_others(q_BHGD, records_BF, sizes, work, lists, partials, exact=True)
     out_RGD, _ = merge_partials(partials)
     torch.testing.assert_close(out_RGD[0, 0], sequence.kv_HN2D[0, 1, 1], rtol=0, atol=1e-4)
 

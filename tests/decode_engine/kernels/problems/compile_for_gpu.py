@@ -183,10 +183,10 @@ def take_steps(
 
 
 def copy_some() -> None:
-    from decode_engine.kernels.slots.slot_cache import RowCopies, copy_rows
+    from decode_engine.kernels.slots.slot_cache import copy_rows
 
     addresses = torch.zeros(8, dtype=torch.int64)
-    copy_rows(RowCopies(addresses, addresses, torch.zeros(1, dtype=torch.int32)), 512)
+    copy_rows(addresses, torch.zeros(8, 256, dtype=torch.bfloat16))
 
 
 def edit_some() -> None:
@@ -232,7 +232,7 @@ def go_over_coarse_rows() -> None:
     from decode_engine.kernels.coarse.search import find_cuts
     from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_shape
     from decode_engine.kernels.coarse.warp_pass import weigh_keys
-    from decode_engine.kernels.coarse.warp_values import attend_all, attend_others
+    from decode_engine.kernels.coarse.warp_values import attend_others
 
     records_BF = torch.zeros(SIZE, records.RECORD_FIELDS, dtype=torch.int64)
     rows = SIZE * HEADS
@@ -247,7 +247,8 @@ def go_over_coarse_rows() -> None:
         weigh_keys(queries, records_BF, sizes, work, lists, weigh=False)
         weigh_keys(queries, records_BF, sizes, work, lists)
         attend_others(queries, records_BF, sizes, work, lists, partials)
-        attend_all(queries, records_BF, sizes, work, lists, partials)
+        weigh_keys(queries, records_BF, sizes, work, lists)
+        attend_others(queries, records_BF, sizes, work, lists, partials, exact=True)
 
 
 def main() -> None:
