@@ -19,6 +19,7 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer, attend_sparse_together
 from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
+from index_store.indexes.interface.layer_index import Asked
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.selection.budgets import Budget, Ratio
@@ -321,7 +322,7 @@ def expected(seen: Observation, search: LayerSearch, method: Method) -> Tensor:
         state = seen.form.add_sink(state)
         if not method.drops_remainder:
             index = search.index if search.partition is None else search.partition
-            pieces = index.pieces(q, seen.sinks, seen.search_end, None, position)
+            pieces = index.pieces(Asked(q, seen.sinks, seen.search_end, None, {}, position))
             ids = torch.arange(position + 1, dtype=torch.int32).expand(H, 1, -1)
             raw = torch.einsum("htgd,hnd->htgn", q, keys)
             exact = ExactKeys(ids, attended[:, None], raw, values[:, None])
