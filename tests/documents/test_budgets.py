@@ -41,7 +41,7 @@ MOST_LINES = {
     "decode_engine/rpc": 7_700,  # who calls, what they may, and what was refused; what is made again; several servers
     "decode_engine/settings": 680,  # the file of quotas
     "decode_engine/steps": 2_980,  # with those of models with states
-    "index_store": 31_330,  # one loop over coded rows; tenants, quotas, tiers; contexts made again
+    "index_store": 30_770,  # one loop over coded rows; tenants, quotas, tiers; contexts made again
     "prefill_worker": 8_270,  # many documents on Ray; a job knows its tenant, and keeps states at marks
 }
 
