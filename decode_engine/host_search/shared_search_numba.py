@@ -172,49 +172,49 @@ SEMAPHORE_WORDS = 8
 
 
 @njit(cache=True)
-def wait_for_post(semaphore: int) -> None:  # pragma: no cover - compiled
+def wait_for_post(semaphore: int) -> None:
     """Sleeps until the semaphore at that address has been posted; may also return for no reason."""
     _sem_wait(semaphore)
 
 
 @njit(cache=True)
-def post(semaphore: int) -> None:  # pragma: no cover - compiled
+def post(semaphore: int) -> None:
     """Lets one thread that waits for the semaphore go on, now or when it comes to wait."""
     _sem_post(semaphore)
 
 
 @njit(cache=True)
-def read_word(address: int) -> int:  # pragma: no cover - compiled
+def read_word(address: int) -> int:
     """`load_word` for code that is not compiled."""
     return load_word(address)  # type: ignore[no-any-return]
 
 
 @njit(cache=True)
-def write_word(address: int, value: int) -> None:  # pragma: no cover - compiled
+def write_word(address: int, value: int) -> None:
     """`store_word` for code that is not compiled."""
     store_word(address, value)
 
 
 @njit(cache=True)
-def int8_rows(address: int, rows: int, width: int) -> NDArray[np.int8]:  # pragma: no cover - compiled
+def int8_rows(address: int, rows: int, width: int) -> NDArray[np.int8]:
     """[rows, width] int8 at an address."""
     return carray(_pointer(address), (rows, width), np.int8)  # type: ignore[no-any-return]
 
 
 @njit(cache=True)
-def int32_rows(address: int, rows: int, width: int) -> NDArray[np.int32]:  # pragma: no cover - compiled
+def int32_rows(address: int, rows: int, width: int) -> NDArray[np.int32]:
     """[rows, width] int32 at an address."""
     return carray(_pointer(address), (rows, width), np.int32)  # type: ignore[no-any-return]
 
 
 @njit(cache=True)
-def int64_rows(address: int, rows: int, width: int) -> NDArray[np.int64]:  # pragma: no cover - compiled
+def int64_rows(address: int, rows: int, width: int) -> NDArray[np.int64]:
     """[rows, width] int64 at an address."""
     return carray(_pointer(address), (rows, width), np.int64)  # type: ignore[no-any-return]
 
 
 @njit(cache=True)
-def float32_rows(address: int, rows: int, width: int) -> NDArray[np.float32]:  # pragma: no cover - compiled
+def float32_rows(address: int, rows: int, width: int) -> NDArray[np.float32]:
     """[rows, width] float32 at an address."""
     return carray(_pointer(address), (rows, width), np.float32)  # type: ignore[no-any-return]
 
@@ -254,7 +254,7 @@ _PICKS = 16
 
 
 @njit(cache=True)
-def tiles_of(first: int, end: int, keep: int) -> int:  # pragma: no cover - compiled
+def tiles_of(first: int, end: int, keep: int) -> int:
     """Tiles of a list; none when all keys are kept, or none are searched."""
     if end - first <= keep:
         return 0
@@ -262,7 +262,7 @@ def tiles_of(first: int, end: int, keep: int) -> int:  # pragma: no cover - comp
 
 
 @njit(cache=True)
-def number_of(job: NDArray[np.int64], search: int) -> int:  # pragma: no cover - compiled
+def number_of(job: NDArray[np.int64], search: int) -> int:
     """What words say about the step's search of that place in the order."""
     return job[BASE] + int64_rows(job[ORDER], 1, job[SEARCHES])[0, search]  # type: ignore[no-any-return]
 
@@ -275,7 +275,7 @@ def serve_search(
     buffers: NDArray[np.float32],
     words: NDArray[np.uint64],
     bins: NDArray[np.int32],
-) -> bool:  # pragma: no cover - compiled
+) -> bool:
     """Takes part in one search until all of its tickets are drawn and what this thread holds is done.
 
     held [P, 3], buffers [P, (L + 1) * TILE], words [TILE / 32 + 2] and bins [2 * TILE]: this thread's own. False when
@@ -312,9 +312,7 @@ def serve_search(
 
 
 @njit(cache=True)
-def _list_of(
-    job: NDArray[np.int64], index: int
-) -> tuple[NDArray[np.int64], int, int]:  # pragma: no cover - compiled
+def _list_of(job: NDArray[np.int64], index: int) -> tuple[NDArray[np.int64], int, int]:
     """Of the index-th used list: its row's ROW_FIELDS, the row's place among the used ones, and its KV head.
 
     All rows of a head come before those of the next, so that the first heads of all rows are answered first.
@@ -324,14 +322,14 @@ def _list_of(
 
 
 @njit(cache=True)
-def _board(job: NDArray[np.int64], search: int, line: int) -> int:  # pragma: no cover - compiled
+def _board(job: NDArray[np.int64], search: int, line: int) -> int:
     """Address of a line of the board: 0 for the counter of tickets, 1 + i for the i-th used list."""
     lines = job[USED] * job[HEADS] + 1
     return job[BOARD] + (search * lines + line) * LINE * 8  # type: ignore[no-any-return]
 
 
 @njit(cache=True)
-def _may_wait(job: NDArray[np.int64], spins: int) -> bool:  # pragma: no cover - compiled
+def _may_wait(job: NDArray[np.int64], spins: int) -> bool:
     """One turn of waiting for other threads or for queries; False when told to stop."""
     relax()
     if spins % _SPINS == 0:
@@ -340,7 +338,7 @@ def _may_wait(job: NDArray[np.int64], spins: int) -> bool:  # pragma: no cover -
 
 
 @njit(cache=True)
-def _wait_for_word(job: NDArray[np.int64], address: int, value: int) -> bool:  # pragma: no cover - compiled
+def _wait_for_word(job: NDArray[np.int64], address: int, value: int) -> bool:
     """Waits until the word is at least `value`; False when told to stop."""
     spins = 0
     while load_word(address) < value:
@@ -351,16 +349,14 @@ def _wait_for_word(job: NDArray[np.int64], address: int, value: int) -> bool:  #
 
 
 @njit(cache=True)
-def is_posted(job: NDArray[np.int64], search: int) -> bool:  # pragma: no cover - compiled
+def is_posted(job: NDArray[np.int64], search: int) -> bool:
     """Whether the first row's queries of a search are there."""
     row = int64_rows(job[ROWS], job[USED], ROW_FIELDS)[0, ROW]
     return load_word(job[POSTED] + row * LINE * 8) >= number_of(job, search)  # type: ignore[no-any-return]
 
 
 @njit(cache=True)
-def _answer(
-    job: NDArray[np.int64], search: int, number: int, count: int
-) -> None:  # pragma: no cover - compiled
+def _answer(job: NDArray[np.int64], search: int, number: int, count: int) -> None:
     address = job[ANSWERS] + number * LINE * 8
     store_word(address, (number_of(job, search) << COUNT_BITS) | count)
     if load_word(job[STOP]) != 0:  # who told to stop may have written before this answer
@@ -368,13 +364,13 @@ def _answer(
 
 
 @njit(cache=True)
-def _pick_parts(job: NDArray[np.int64]) -> int:  # pragma: no cover - compiled
+def _pick_parts(job: NDArray[np.int64]) -> int:
     """Parts in which a list's table rows are picked, so that with few lists as well there is one for most threads."""
     return max(1, min(job[SUBSPACES], _PICKS // (job[USED] * job[HEADS])))  # type: ignore[no-any-return]
 
 
 @njit(cache=True)
-def _pick(job: NDArray[np.int64], search: int, ticket: int) -> bool:  # pragma: no cover - compiled
+def _pick(job: NDArray[np.int64], search: int, ticket: int) -> bool:
     """Picks a part of a list's table rows when its queries are there; the first one answers a list without tiles."""
     parts = _pick_parts(job)
     index, part = ticket // parts, ticket % parts
@@ -418,7 +414,7 @@ def _score(
     held: NDArray[np.int64],
     buffers: NDArray[np.float32],
     bins: NDArray[np.int32],
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Scores a tile; 1 when it is held now, 0 when the list has no such tile, -1 when told to stop."""
     index, tile = ticket // job[TILES], ticket % job[TILES]
     row, place, h = _list_of(job, index)
@@ -461,7 +457,7 @@ def _score(
 @njit(cache=True)
 def _softmax_parts(
     job: NDArray[np.int64], number: int, tile: int
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:  # pragma: no cover - compiled
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Peaks and totals of a list's tiles from `tile` on, [P - tile, L]."""
     tiles, queries = job[TILES], job[QUERIES]
     offset = 4 * (number * tiles + tile) * queries
@@ -479,7 +475,7 @@ def _count(
     tile: int,
     scores_X: NDArray[np.float32],
     bins: NDArray[np.int32],
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Adds a tile to the list's histograms; the last one finds the list's bound."""
     row, _, h = _list_of(job, index)
     number = row[ROW] * job[HEADS] + h
@@ -505,7 +501,7 @@ def _go_on(
     buffers: NDArray[np.float32],
     words: NDArray[np.uint64],
     bins: NDArray[np.int32],
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Goes on with the tiles that this thread holds, as far as others let it; how many it holds no more."""
     queries = job[QUERIES]
     done = 0
@@ -542,7 +538,7 @@ def _list(
     tile: int,
     scores_X: NDArray[np.float32],
     words: NDArray[np.uint64],
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Lists a tile's keys that reach the bound; the last one finds the best of all and answers."""
     tiles, room = job[TILES], job[KEYS]
     row, _, h = _list_of(job, index)
@@ -577,7 +573,7 @@ _PATIENCE, _NAP_US = 50_000, 50
 
 
 @njit(cache=True)
-def take_part(step: int, semaphore: int, end: int) -> None:  # pragma: no cover - compiled
+def take_part(step: int, semaphore: int, end: int) -> None:
     """Takes part in the searches of all steps until told to end.
 
     Given the addresses of the step's words, of this thread's semaphore, and of the word that ends it.
@@ -629,7 +625,7 @@ def compile_search() -> None:
 
 
 @njit(cache=True)
-def _spin(spins: int) -> None:  # pragma: no cover - compiled
+def _spin(spins: int) -> None:
     """One turn of waiting for a device: it asks again within a fraction of a millisecond, unless it is held up."""
     relax()
     if spins > _PATIENCE:
@@ -639,7 +635,7 @@ def _spin(spins: int) -> None:  # pragma: no cover - compiled
 
 
 @njit(cache=True)
-def _enter(base: int, served: int) -> bool:  # pragma: no cover - compiled
+def _enter(base: int, served: int) -> bool:
     """Whether this thread is inside of a step now: one that it has not served yet, and that has not ended."""
     epoch = load_word(base + 8 * EPOCH)
     if epoch in (0, served):

@@ -50,7 +50,7 @@ def pick_rows(
     end: int,
     rows_LM: NDArray[np.int32],
     weights_LM: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Sets the table rows that queries read of subspaces begin..end-1, and their weights in units of stored integers.
 
     q_GD: unscaled. centroids_SW: row b * C + c is centroid c of subspace b, of unit length.
@@ -86,7 +86,7 @@ def pick_rows(
 
 
 @njit(cache=True)
-def reach_of(weights_LM: NDArray[np.float32]) -> np.float32:  # pragma: no cover - compiled
+def reach_of(weights_LM: NDArray[np.float32]) -> np.float32:
     """No score of a list is further from 0, for rows of such weights; 0 for sums of several queries' softmaxes."""
     if weights_LM.shape[0] > 1:
         return np.float32(0)
@@ -103,7 +103,7 @@ def score_tile(
     weights_LM: NDArray[np.float32],
     low: int,
     scores_LX: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """scores_LX: set to the sums of every query's rows, for keys low, low + 1, ..."""
     for number in range(rows_LM.shape[0]):
         add_rows(table_SN, rows_LM[number], weights_LM[number], low, scores_LX[number])
@@ -116,7 +116,7 @@ def exponentiate(
     totals_L: NDArray[np.float32],
     octaves_X: NDArray[np.int32],
     scratch_X: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Overwrites a tile's scores by exp(score - peak), with every query's own peak, and notes peaks and sums.
 
     octaves_X, scratch_X: scratch, [TILE].
@@ -132,7 +132,7 @@ def combine(
     peaks_PL: NDArray[np.float32],
     totals_PL: NDArray[np.float32],
     out_X: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """out_X: set to the sum over queries of a tile's softmaxes, which all tiles' peaks and totals make."""
     tiles, queries = peaks_PL.shape
     shares_L = np.empty(queries, np.float32)
@@ -148,7 +148,7 @@ def combine(
 
 
 @njit(cache=True)
-def fold_of(keys: int, keep: int) -> int:  # pragma: no cover - compiled
+def fold_of(keys: int, keep: int) -> int:
     """Keys of a block, a power of two, so that there are a few blocks for every key that is kept."""
     fold = 1
     while 2 * fold <= min(_MAX_FOLD, keys // (_BLOCKS_PER_KEPT * keep)):
@@ -157,9 +157,7 @@ def fold_of(keys: int, keep: int) -> int:  # pragma: no cover - compiled
 
 
 @njit(cache=True)
-def _fold(
-    scores_X: NDArray[np.float32], fold: int, scratch_X: NDArray[np.float32]
-) -> NDArray[np.float32]:  # pragma: no cover - compiled
+def _fold(scores_X: NDArray[np.float32], fold: int, scratch_X: NDArray[np.float32]) -> NDArray[np.float32]:
     """The maxima of blocks of `fold` scores or fewer.
 
     Which scores make a block does not matter, so each pass lays parts of what is left onto each other: four, or two
@@ -200,7 +198,7 @@ def count_blocks(
     reach: np.float32,
     bins_X: NDArray[np.int32],
     histogram: NDArray[np.int32],
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Counts the maxima of a tile's blocks, each of `fold` keys or fewer, by bin.
 
     fold: a power of two. reach: no score is further from 0; 0 for weights, which are counted by their logarithms.
@@ -224,9 +222,7 @@ def count_blocks(
 
 
 @njit(cache=True)
-def lower_bound(
-    histograms_PB: NDArray[np.int32], keep: int, reach: np.float32
-) -> np.float32:  # pragma: no cover - compiled
+def lower_bound(histograms_PB: NDArray[np.int32], keep: int, reach: np.float32) -> np.float32:
     """A score that at least `keep` keys reach; -inf where the histograms name none.
 
     Histograms lie in other cores' caches, so only the upper bins are read, as far down as it takes.
@@ -294,7 +290,7 @@ def list_reaching(
     words_X: NDArray[np.uint64],
     ids_X: NDArray[np.int32],
     listed_X: NDArray[np.float32],
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Lists the keys of a tile whose scores reach the bound, ascending, with their scores; how many they are.
 
     words_X: scratch, [TILE / 32 + 2]. ids_X, listed_X: of the tile's size.
@@ -334,7 +330,7 @@ def best_listed(
     counts_P: NDArray[np.int64],
     keep: int,
     out: NDArray[np.int32],
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """The ids with the `keep` highest scores, in their order; how many they are.
 
     Tile p lists counts_P[p] ids and scores from its first key on, p * TILE.

@@ -336,7 +336,7 @@ class SparseLayer:
             return scored
         index = self._index if self._partition is None else self._partition
         begin = perf_counter_ns()
-        pieces = index.pieces(q_HTGD, self._sinks, search_end, self._appended.get(index), position)
+        pieces = index.pieces(Asked(q_HTGD, self._sinks, search_end, self._appended.get(index), {}, position))
         self._figures.search_ns += perf_counter_ns() - begin
         return pieces
 

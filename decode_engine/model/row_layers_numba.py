@@ -18,7 +18,7 @@ from index_store.compiled.launch import F4, I8, njit, spread
 
 
 @njit(_nrt=False)
-def _normalise(x: F4, norm: F4, eps: np.float32, out: F4) -> None:  # pragma: no cover - compiled
+def _normalise(x: F4, norm: F4, eps: np.float32, out: F4) -> None:
     """Rows by their root mean square, times the weights of a norm."""
     for b in range(x.shape[0]):
         total = np.float64(0.0)
@@ -30,16 +30,14 @@ def _normalise(x: F4, norm: F4, eps: np.float32, out: F4) -> None:  # pragma: no
 
 
 @njit(_nrt=False)
-def _add(x: F4, more: F4) -> None:  # pragma: no cover - compiled
+def _add(x: F4, more: F4) -> None:
     for b in range(x.shape[0]):
         for i in range(x.shape[1]):
             x[b, i] += more[b, i]
 
 
 @njit(_nrt=False)
-def _gate_some(
-    task: int, rows: F4, weights: Numbers, scales: F4, both: F4, gated: F4
-) -> None:  # pragma: no cover - compiled
+def _gate_some(task: int, rows: F4, weights: Numbers, scales: F4, both: F4, gated: F4) -> None:
     """gated = silu(gate) * up of a task's outputs. weights: the gate's rows, and those of `up` below them."""
     half = gated.shape[1]
     multiply_some(task, rows, weights[:half], scales[: half * (scales.shape[0] > 0)], both[:, :half])
@@ -51,7 +49,7 @@ def _gate_some(
 
 
 @njit(_nrt=False)
-def _rotate(out: F4, bias: F4, cos: F4, sin: F4, heads: int) -> None:  # pragma: no cover - compiled
+def _rotate(out: F4, bias: F4, cos: F4, sin: F4, heads: int) -> None:
     """Adds the bias, and turns the first heads by their rows' positions."""
     half = cos.shape[1] // 2
     for b in range(out.shape[0]):
@@ -65,9 +63,7 @@ def _rotate(out: F4, bias: F4, cos: F4, sin: F4, heads: int) -> None:  # pragma:
 
 
 @njit(_nrt=False)
-def _normalise_some(
-    task: int, more: F4, x: F4, norm: F4, eps: np.float32, out: F4
-) -> None:  # pragma: no cover - compiled
+def _normalise_some(task: int, more: F4, x: F4, norm: F4, eps: np.float32, out: F4) -> None:
     """Adds `more` to a row of x, unless it is empty, and normalises it."""
     own = x[task : task + 1]
     if more.shape[0] > 0:
@@ -76,7 +72,7 @@ def _normalise_some(
 
 
 @njit(_nrt=False)
-def _tasks(out: F4) -> int:  # pragma: no cover - compiled
+def _tasks(out: F4) -> int:
     return (out.shape[1] + OUTPUTS_PER_TASK - 1) // OUTPUTS_PER_TASK  # type: ignore[no-any-return]
 
 

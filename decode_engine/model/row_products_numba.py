@@ -56,7 +56,7 @@ def multiply_some(
     weights: Numbers,
     scales: NDArray[np.float32],
     out: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Rows with the weights of a task's outputs, by fours: the last four may be some that were done before."""
     inputs, outputs = rows.shape[1], weights.shape[0]
     fours = rows.shape[0] // 4 * 4

@@ -13,7 +13,6 @@ from decode_engine.layers.figures import Figures
 from decode_engine.orders.events import Status, Tenancy, Times, TokenLogprob
 from decode_engine.rpc.contexts.defaults import default_method, remainder_name, supported_methods
 from decode_engine.rpc.contexts.listing import COLLECTION
-from index_store.errors import FormatVersionError, StoreUnavailableError
 from index_store.family.parents import outgrown
 from index_store.jobs.uploads import Upload
 from index_store.memory.placement import Placement
@@ -24,8 +23,8 @@ from index_store.store.catalog import TunedDefault
 from index_store.store.description.callers import Caller
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import stored_dtype
-from index_store.store.description.manifest import IndexEntry, Manifest
-from index_store.store.listing import BrokenContext
+from index_store.store.description.manifest import Manifest
+from index_store.store.listing import BrokenContext, state_of, told_of
 from sparsekv.v1 import context_pb2, conversation_pb2, generation_pb2
 
 if TYPE_CHECKING:
@@ -57,37 +56,17 @@ def describe_context(
     default = default_method(manifest, tuned)
     budget = None if problem else default.method().budget
     return context_pb2.Context(
-        name=COLLECTION + own.id,
-        display_name=own.name,
-        model=manifest.model.name,
-        architecture=manifest.model.architecture,
-        token_count=own.token_count,
-        dtype=manifest.dtype,
-        kv_bytes=own.kv_bytes,
-        index_bytes=own.index_bytes,
+        **told_of(own, manifest),
         state=states.EXPIRED if expired else states.READY,
         state_message=problem or ("" if child is None else _advice(child, manifest)),
-        create_time=own.created_at,
-        expire_time=own.expires_at,
         renew=None if own.renew is None else timedelta(seconds=own.renew),
         resident=resident,
         methods=supported_methods(manifest),
         default_method="" if problem else default.expression,
         default_budget="" if budget is None else budget.label,
         tuned=default.tuned,
-        indexes=[_describe_index(index, manifest.token_count) for index in manifest.indexes],
-        dense_layers=manifest.dense_layers,
         placement=placement.value,
-        labels=own.labels,
-        pinned=own.pinned,
-        is_conversation=own.conversation is not None,
-        parent="" if child is None else COLLECTION + manifest.id,
-        parent_token_count=0 if child is None else manifest.token_count,
         children=children,
-        owner=own.owner,
-        tenant=own.tenant,
-        readers=own.readers,
-        rows=own.rows,
     )
 
 
@@ -104,12 +83,8 @@ def _advice(child: Manifest, parent: Manifest) -> str:
 
 
 def describe_broken(broken: BrokenContext) -> context_pb2.Context:
-    states = context_pb2.Context
-    state = states.CORRUPT
-    if isinstance(broken.error, FormatVersionError):
-        state = states.UNSUPPORTED
-    elif isinstance(broken.error, StoreUnavailableError):
-        state = states.UNAVAILABLE
+    """A context whose metadata cannot be used."""
+    state = state_of(broken, expired=False)
     return context_pb2.Context(name=COLLECTION + broken.id, state=state, state_message=broken.error.message)
 
 
@@ -198,16 +173,6 @@ def _parameters(method: Method) -> Iterator[tuple[str, str]]:
 
 def _text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _describe_index(index: IndexEntry, token_count: int) -> context_pb2.Context.Index:
-    return context_pb2.Context.Index(
-        name=index.name,
-        kind=index.kind,
-        parameters={name: str(value) for name, value in index.parameters.items()},
-        bytes_per_token=index.nbytes / token_count,
-        layers=index.layers,
-    )
 
 
 def said_message(said: Said, bytes_of: Sequence[bytes]) -> generation_pb2.GenerateResponse:

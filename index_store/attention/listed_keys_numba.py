@@ -166,10 +166,6 @@ _AT_ONCE = 1008
 """Keys whose logits are held: more take new memory in every step. Rows of a power of two would share cache lines."""
 _PART = 2048  # keys at least of a part of a context
 
-_Numbers = tuple[int, int, int, int, int, int]
-"""Of a session: where its tail is, rows there from one head to the next, rows of a head, first key, how many from there
-on, begin of the window."""
-
 
 @dataclass(frozen=True, slots=True)
 class Listed:
@@ -341,8 +337,9 @@ def _attend(
     counts: I4,
     out: F4,
     lse: F4,
-) -> None:  # pragma: no cover - compiled
-    """out, lse: those of the others, and then of all. numbers: what differs by session, see `_numbers`."""
+) -> None:
+    """out, lse: those of the others, and then of all. numbers, of each session: where its tail is, rows there from one
+    head to the next, rows of a head, first key, how many from there on, begin of the window."""
     heads, sessions = queries.shape[:2]
     context = int16_table(address, (heads - 1) * head_rows + context_count, width)
     head, s = task // sessions, task % sessions
@@ -370,7 +367,7 @@ def _list_rows(
     head_begins: int,
     tail_begins: int,
     rows: I8,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Fills in the rows of sinks, listed keys and those from `begin` on, from number `start` of all of these: first
     those of the context, which it counts.
 
@@ -396,7 +393,7 @@ def _list_rows(
 @njit()
 def _attend_rows(
     queries: F4, context: I2, tail: I2, kind: int, late: int, rows: I8, out: F4, lse: F4
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """One head's attention to rows of the context and, from entry `late` on, of the tail, merged into out and lse."""
     group, dim = queries.shape
     count = rows.shape[0]
@@ -422,9 +419,7 @@ def _attend_rows(
 
 
 @njit(_nrt=False)
-def _multiply(
-    queries: F4, table: I2, rows: I8, first: int, end: int, kind: int, logits: F4
-) -> None:  # pragma: no cover - compiled
+def _multiply(queries: F4, table: I2, rows: I8, first: int, end: int, kind: int, logits: F4) -> None:
     """Logits of entries first..end-1: products of queries with keys."""
     group, dim = queries.shape
     vectors = dim // LANES
@@ -439,9 +434,7 @@ def _multiply(
 
 
 @njit(_nrt=False)
-def _add_up(
-    weights: F4, table: I2, rows: I8, first: int, end: int, kind: int, out: F4
-) -> None:  # pragma: no cover - compiled
+def _add_up(weights: F4, table: I2, rows: I8, first: int, end: int, kind: int, out: F4) -> None:
     """Adds the weighted values of entries first..end-1."""
     group, dim = out.shape
     vectors = dim // LANES
@@ -456,15 +449,14 @@ def _add_up(
 
 
 @njit(_nrt=False)
-def _ask_for(table: I2, row: int) -> None:  # pragma: no cover - compiled
+def _ask_for(table: I2, row: int) -> None:
     """Has a row's key and value brought into the caches."""
     for at in range(0, table.shape[1], _LINE):
         prefetch(table, row, at)
 
 
 @njit(_nrt=False)
-def _number(table: I2, row: int, kind: int, i: int) -> np.float32:  # pragma: no cover - compiled
-    """One number of a row."""
+def _number(table: I2, row: int, kind: int, i: int) -> np.float32:
     if kind == FLOAT32:  # two halves, of which the lower one comes first
         bits = (np.uint32(table[row, 2 * i + 1]) << 16) | (np.uint32(table[row, 2 * i]) & 0xFFFF)
         return float_of(np.uint32(bits))  # type: ignore[no-any-return]

@@ -73,7 +73,7 @@ def row_table(rows_HNJ: Tensor) -> tuple[NDArray[np.generic], int]:
 
 
 @njit(_nrt=False)
-def largest(numbers: F4, row: int, first: int, end: int) -> np.float32:  # pragma: no cover - compiled
+def largest(numbers: F4, row: int, first: int, end: int) -> np.float32:
     """The maximum; -inf of nothing."""
     vectors = (end - first) // LANES
     most = highest(numbers, row, first, vectors)
@@ -85,7 +85,7 @@ def largest(numbers: F4, row: int, first: int, end: int) -> np.float32:  # pragm
 @njit(_nrt=False)
 def exponentiate(
     logits: F4, row: int, first: int, count: int, base: np.float32, scratch: F4, out: F4
-) -> np.float32:  # pragma: no cover - compiled
+) -> np.float32:
     """out[0] = exp(logits - base) for logits up to base, and 0 below 2^-125; returns their sum.
 
     Relative error 4e-6 at most, 1e-6 down to 2^-20. scratch: [1, LANES]. out: [., count rounded up to a multiple of
@@ -104,7 +104,7 @@ def exponentiate(
 @njit(_nrt=False)
 def exponentiate_in_place(
     numbers: F4, row: int, first: int, count: int, base: np.float32, scratch: F4
-) -> np.float32:  # pragma: no cover - compiled
+) -> np.float32:
     """`exponentiate` of numbers[row, first..first+count-1], which are replaced, and no others."""
     vectors = count // LANES
     total = exponentials(numbers, row, first, base, numbers, row, first, vectors)
@@ -158,9 +158,7 @@ def pooled_weights_reference(logits_HTGM: Tensor) -> Tensor:
 
 
 @njit()
-def _sum_tile(
-    task: int, logits: F4, places: I8, counts: I8, peaks: F4, totals: F4, tiles: int
-) -> None:  # pragma: no cover - compiled
+def _sum_tile(task: int, logits: F4, places: I8, counts: I8, peaks: F4, totals: F4, tiles: int) -> None:
     """Peaks of a tile's logits for every head, and the sums of their exponentials."""
     query, tile = task // tiles, task % tiles
     low, high = tile * _TILE, min((tile + 1) * _TILE, counts[query])
@@ -178,7 +176,7 @@ def _sum_tile(
 
 
 @njit()
-def _find_lse(row: int, counts: I8, peaks: F4, totals: F4, group: int) -> None:  # pragma: no cover - compiled
+def _find_lse(row: int, counts: I8, peaks: F4, totals: F4, group: int) -> None:
     query, g = row // group, row % group
     used = (counts[query] + _TILE - 1) // _TILE
     peak, total = np.float32(-np.inf), np.float32(0)
@@ -194,7 +192,7 @@ def _find_lse(row: int, counts: I8, peaks: F4, totals: F4, group: int) -> None: 
 @njit()
 def _pool_tile(
     task: int, logits: F4, places: I8, counts: I8, peaks: F4, out: F4, out_places: I8, tiles: int
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Weights of a tile's keys, of whose heads the first peak is the log-sum-exp."""
     query, tile = task // tiles, task % tiles
     low, high = tile * _TILE, min((tile + 1) * _TILE, counts[query])
@@ -214,7 +212,7 @@ def _pool_tile(
 @njit("f4x2 i8x2 i8x1 f4x3 f4x3 f4x1 i8x1")
 def _pooled_weights(
     logits: F4, places: I8, counts: I8, peaks: F4, totals: F4, out: F4, out_places: I8
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """logits: [1, .], where a query's rows of so many numbers have their places; its weights have one in the out."""
     queries, group, tiles = peaks.shape
     spread(_sum_tile, queries * tiles, (logits, places, counts, peaks, totals, tiles))
@@ -223,9 +221,7 @@ def _pooled_weights(
 
 
 @njit(_nrt=False)
-def _put(
-    sums: F4, count: int, logits: F4, places: I8, begin: int, out: F4, place: int
-) -> None:  # pragma: no cover - compiled
+def _put(sums: F4, count: int, logits: F4, places: I8, begin: int, out: F4, place: int) -> None:
     """Writes sums of weights to out[place..]; -inf where all logits, from `begin` behind their places on, are."""
     line, source = out[place : place + count], sums[0, :count]
     empty = 0

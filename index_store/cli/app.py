@@ -45,7 +45,6 @@ class GroupedCommand(typer.core.TyperCommand):
     """A command whose help has its options under the headings of `configured`, those without one first."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes them."""
         groups: dict[str, list[Any]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)

@@ -29,7 +29,6 @@ _GAP = "  "
 
 
 def print_json(document: Mapping[str, object]) -> None:
-    """Prints one JSON object."""
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
 
 

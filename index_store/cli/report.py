@@ -18,7 +18,7 @@ from index_store.store.description.context_id import WindowLayers
 from index_store.store.description.dtypes import INT8
 from index_store.store.description.manifest import HIGH_PLANE, MANIFESTS, Manifest
 from index_store.store.files.leftovers import Leftover
-from index_store.store.listing import Entry, state_of
+from index_store.store.listing import Entry, state_of, told_of
 from sparsekv.v1.values import ContextInfo, IndexInfo
 
 ReferenceArgument = Annotated[
@@ -72,7 +72,6 @@ def with_labels(present: Mapping[str, str], changes: Mapping[str, str | None]) -
 
 
 def labels_text(labels: Mapping[str, str]) -> str:
-    """Labels as they are written."""
     return ", ".join(f"{key}={value}" for key, value in sorted(labels.items())) or "-"
 
 
@@ -81,42 +80,13 @@ def stored_info(store: Store, entry: Entry) -> ContextInfo:
     if not isinstance(entry, Manifest):
         state, why = state_of(entry, expired=False), entry.error.message
         return ContextInfo(name=f"contexts/{entry.id}", state=state, state_message=why)
-    parent = entry.parent
+    told = told_of(entry)
     return ContextInfo(
-        name=f"contexts/{entry.id}",
-        display_name=entry.name,
-        model=entry.model.name,
-        architecture=entry.model.architecture,
-        token_count=entry.token_count,
-        dtype=entry.dtype,
-        kv_bytes=entry.kv_bytes,
-        index_bytes=entry.index_bytes,
+        **told | {"indexes": tuple(IndexInfo(**index) for index in told["indexes"])},
         state=state_of(entry, expired=store.expired(entry)),
-        create_time=entry.created_at,
-        expire_time=entry.expires_at,
         methods=entry.methods,
-        indexes=tuple(
-            IndexInfo(
-                index.name,
-                index.kind,
-                {name: str(value) for name, value in index.parameters.items()},
-                index.nbytes / entry.token_count,
-                tuple(index.layers),
-            )
-            for index in entry.indexes
-        ),
-        dense_layers=tuple(entry.dense_layers),
         placement="objects" if store.elsewhere(entry.id) else "",
-        labels=dict(entry.labels),
-        pinned=entry.pinned,
-        is_conversation=entry.conversation is not None,
-        parent="" if parent is None else f"contexts/{parent.id}",
-        parent_token_count=0 if parent is None else parent.token_count,
         children=len(store.children(entry.id)),
-        owner=entry.owner,
-        rows=entry.rows,
-        tenant=entry.tenant,
-        readers=tuple(entry.readers),
         renew_s=entry.renew,
     )
 
@@ -284,7 +254,6 @@ def leftovers_text(leftovers: Sequence[Leftover]) -> str:
 
 
 def error_object(error: SparseKVError) -> dict[str, object]:
-    """An error, as JSON."""
     return {"reason": error.reason, "message": error.message, **error.metadata}
 
 

@@ -289,13 +289,13 @@ def _pointer(typing: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 @njit()
-def int16_table(address: int, rows: int, width: int) -> I2:  # pragma: no cover - compiled
+def int16_table(address: int, rows: int, width: int) -> I2:
     """[rows, width] int16 at an address, for loops over tables of many sessions; whoever calls keeps them alive."""
     return carray(_pointer(address), (rows, width), np.int16)  # type: ignore[no-any-return]
 
 
 @njit()
-def byte_table(address: int, rows: int, width: int) -> U1:  # pragma: no cover - compiled
+def byte_table(address: int, rows: int, width: int) -> U1:
     """[rows, width] uint8 at an address, likewise."""
     return carray(_pointer(address), (rows, width), np.uint8)  # type: ignore[no-any-return]
 

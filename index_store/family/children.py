@@ -80,7 +80,6 @@ class Continuation:
         return torch.cat([self.before, self.own.token_ids])
 
     def id(self) -> str:
-        """The child's."""
         return child_id(self.parent, self.attention, self.token_ids, messages=self.conversation is not None)
 
 

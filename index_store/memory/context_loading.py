@@ -244,8 +244,8 @@ def _array_bytes(manifest: Manifest, device: torch.device | None, placement: Pla
     tokens = aligned(manifest.token_count * torch.int64.itemsize)
     host, shared = (tokens, 0) if placement.kv_on_host else (0, tokens)
     shared += 0 if manifest.state is None else aligned(manifest.state.chunk_bytes)
-    for name, _, entry in _parts(manifest):
-        if _on_host(manifest, name, entry, placement):
+    for _, _, entry, on_host in _parts(manifest, placement):
+        if on_host:
             host += paged(_layer_bytes(entry, None))
         else:
             shared += aligned(_layer_bytes(entry, device))
@@ -369,10 +369,10 @@ class _Memory:
         if not beside:
             memory.full[last] = shared
         try:
-            for index, layer, entry in _parts(manifest):
+            for index, layer, entry, on_host in _parts(manifest, placement):
                 shape, dtype = entry.shape[1:], STORED_DTYPES[entry.dtype].torch_dtype
                 block = shared
-                if _on_host(manifest, index, entry, placement):
+                if on_host:
                     # Of indexes there only cores of the host read: their pages need not be locked.
                     kv, locked = index is None, locker if index is None else None
                     block = HostBlock(_layer_bytes(entry, None), locked, gathered=kv, huge_pages=not kv)
@@ -405,11 +405,10 @@ def _plan_reads(
     """What reads each layer, in the order in which the arrays lie in memory."""
     staged = None if device is None else _StagedReads(context, device)
     reads: dict[int, list[Read]] = defaultdict(list)
-    for index, layer, entry in _parts(context.manifest):
+    for index, layer, entry, on_host in _parts(context.manifest, placement):
         name = entry.path.rpartition("/")[2]
         array = memory.kv[layer] if index is None else memory.arrays[index, layer][name]
-        to_host = staged is None or _on_host(context.manifest, index, entry, placement)
-        read_head = context.read_head if to_host or staged is None else staged.read
+        read_head = context.read_head if on_host or staged is None else staged.read
         reads[layer] += [
             partial(read_head, entry.path, layer, head, array[head]) for head in range(entry.shape[1])
         ]
@@ -483,23 +482,20 @@ def _read_layers(layers: list[_LayerReads], gate: LayerGate, readers: Readers, l
         gate.open_next()
 
 
-def _parts(manifest: Manifest) -> Iterator[tuple[str | None, int, ArrayEntry]]:
-    """(index name or None, layer, array) in the order in which they lie in memory: layer by layer."""
+def _parts(manifest: Manifest, placement: Placement) -> Iterator[tuple[str | None, int, ArrayEntry, bool]]:
+    """(index name or None, layer, array, whether it is in host memory beside a device) in the order in which they lie
+    in memory: layer by layer.
+
+    Keys and values of a sliding window are few, and are read whole at every step: a device has them in its memory.
+    """
     for layer in range(manifest.model.layers):
-        yield None, layer, manifest.layer_entry(layer)
+        rows = manifest.layer_entry(layer)
+        on_host = placement.kv_on_host and bool(manifest.model.full_layers) and rows is manifest.kv
+        yield None, layer, rows, on_host
         for index in manifest.indexes:
             if layer in index.layers:
-                yield from ((index.name, layer, array) for array in index.arrays)
-
-
-def _on_host(manifest: Manifest, index: str | None, array: ArrayEntry, placement: Placement) -> bool:
-    """Whether an array of an index, or of keys and values (None), is in host memory beside a device.
-
-    Those of a sliding window are few, and are read whole at every step.
-    """
-    if index is None:
-        return placement.kv_on_host and bool(manifest.model.full_layers) and array is manifest.kv
-    return any(entry.name == index and placement.index_on_host(entry.kind) for entry in manifest.indexes)
+                on_host = placement.index_on_host(index.kind)
+                yield from ((index.name, layer, array, on_host) for array in index.arrays)
 
 
 def _layer_bytes(entry: ArrayEntry, device: torch.device | None) -> int:

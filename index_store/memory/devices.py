@@ -39,7 +39,6 @@ def describe_device(device: torch.device) -> str:
 
 
 def processor_name() -> str:
-    """What the processor calls itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -35,7 +35,8 @@ def convert_gguf(file: Path, name: str, folder: Path) -> ModelFolder:
     source = ModelFolder(file, name)
     _check_magic(source)
     if not folder.is_dir():
-        _check_package(source)
+        if find_spec("gguf") is None:
+            raise source.refuse("reading GGUF files needs the package gguf: pip install 'sparsekv[gguf]'")
         log.info("converting %s to a model folder; this happens once", file.name)
         _publish(source, folder)
     return ModelFolder(folder, name)
@@ -60,11 +61,6 @@ def _check_magic(source: ModelFolder) -> None:
         raise source.refuse(f"its file cannot be read: {error.strerror}") from error
     if start != _MAGIC:
         raise source.refuse(f"the file is no GGUF file (it starts with {start!r}, expected {_MAGIC!r})")
-
-
-def _check_package(source: ModelFolder) -> None:
-    if find_spec("gguf") is None:
-        raise source.refuse("reading GGUF files needs the package gguf: pip install 'sparsekv[gguf]'")
 
 
 def _publish(source: ModelFolder, folder: Path) -> None:

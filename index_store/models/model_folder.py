@@ -126,7 +126,7 @@ def _check_length(folder: ModelFolder, file: Path) -> None:
             raise folder.refuse(f"its {file.name} is no safetensors file, or was cut off; {_ANEW}")
         try:
             ends = [
-                _end(entry)
+                int(entry["data_offsets"][1])
                 for name, entry in json.loads(opened.read(length)).items()
                 if name != "__metadata__"
             ]
@@ -140,10 +140,6 @@ def _check_length(folder: ModelFolder, file: Path) -> None:
 
 
 _ANEW = "copy the file anew from where the model comes from"
-
-
-def _end(entry: Any) -> int:
-    return int(entry["data_offsets"][1])
 
 
 _SETTINGS = (

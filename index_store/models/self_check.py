@@ -198,7 +198,6 @@ def rotation_differs(
 
 @contextmanager
 def using_attention(model: Any, name: str) -> Iterator[None]:
-    """The model with another attention function."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:

@@ -259,7 +259,6 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers has no types here
         return state
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """See `get_linear_cache`."""
         _put(self.layers[layer_idx], "recurrent", 0, linear_cache, True)
 
 

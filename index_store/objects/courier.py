@@ -104,7 +104,6 @@ class Courier:
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
 
     def start(self) -> None:
-        """Begins at once."""
         self._thread.start()
 
     def stop(self, patience_s: float = 5.0) -> None:

@@ -144,7 +144,6 @@ class Tier:
         return {id_: mark.manifest for id_, mark in marks if mark.manifest is not None}
 
     def fetches(self) -> Sequence[Fetch]:
-        """Those under way."""
         with self._lock:
             return list(self._fetches.values())
 
@@ -165,7 +164,6 @@ class Tier:
             raise copy.copy(fetch.error) from fetch.error
 
     def mend(self, id_: str, error: ContextCorruptError) -> None:
-        """See `Beyond.mend`."""
         held = self.held().get(id_)
         if self._closed or held is None or neutral(held) != neutral(self._store.manifest(id_)):
             return

@@ -102,7 +102,7 @@ def _keep_inside(
     column: int,
     kept_offsets: I4,
     kept_keys: I4,
-) -> None:  # pragma: no cover - compiled
+) -> None:
     kept = kept_offsets[head, column]
     for item in range(items):
         place = head * offsets_stride + item
@@ -222,7 +222,7 @@ def _lists(items: Items) -> list[I4 | int]:
 
 
 @njit()
-def _mark(keys: I4, first: int, end: int, left: int, marked: U1) -> int:  # pragma: no cover - compiled
+def _mark(keys: I4, first: int, end: int, left: int, marked: U1) -> int:
     """Marks keys inside the range until `left` is used up; returns what is left."""
     for x in range(keys.shape[0]):
         if left == 0:
@@ -255,7 +255,7 @@ def _collect_rows(
     end: int,
     ids: I4,
     counts: I4,
-) -> None:  # pragma: no cover - compiled
+) -> None:
     single = shared + private == 0
     head = row // positions
     marked = np.zeros(end - first, np.uint8)

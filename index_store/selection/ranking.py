@@ -89,8 +89,6 @@ class ClusteredKeys:
         return torch.where(known, found, -1)
 
     def heads(self, part: slice) -> ClusteredKeys:
-        """The same for some KV heads."""
-
         def some(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor[part]
 
@@ -241,7 +239,10 @@ class Ranking:
         S_i = exp(q.c_i) / sum_j N_j exp(q.c_j) with N_j keys in item j (Squeezed Attention eq. 1).
         """
         logits = self.logits_HTGM
-        sized = logits if not self.items.groups else logits + self._log_sizes_HM()[:, None, None]
+        sized, groups = logits, self.items.groups
+        if groups:
+            sizes_HM = torch.cat([group.sizes_HM for group in groups], dim=1)
+            sized = logits + sizes_HM.float().log()[:, None, None]
         total = sized.logsumexp(-1, keepdim=True)
         # Where nothing was retrieved -inf - -inf would be nan.
         return logits - total.masked_fill_(torch.isneginf(total), 0.0)
@@ -260,7 +261,3 @@ class Ranking:
         scores = self.weights()
         # exp() of a retrieved item may underflow to the 0 of one that was not.
         return scores.masked_fill_(torch.isneginf(logits).all(2), -torch.inf)
-
-    def _log_sizes_HM(self) -> Tensor:
-        sizes = torch.cat([group.sizes_HM for group in self.items.groups], dim=1)
-        return sizes.float().log()

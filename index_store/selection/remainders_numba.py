@@ -95,7 +95,7 @@ def _cluster_sums(
     weights: F4,
     totals: F4,
     sums: F4,
-) -> None:  # pragma: no cover - compiled
+) -> None:
     _, rows, count = logits.shape
     tasks, dim = totals.shape[1], values.shape[1]
     group = rows // counts.shape[1]
@@ -146,7 +146,7 @@ def leave_out_reference(logits_HTGX: Tensor, columns_HTK: Tensor, counted_HTK: T
 
 
 @njit("f4x1 i8x1 i4x3 b1x3")
-def _leave_out(line: F4, places: I8, columns: I4, counted: B1) -> None:  # pragma: no cover - compiled
+def _leave_out(line: F4, places: I8, columns: I4, counted: B1) -> None:
     """places: where logits begin in the line, their four strides, group heads, and columns."""
     heads, positions, count = columns.shape
     group, width = places[5], places[6]

@@ -61,7 +61,7 @@ def top_k_reference(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 
 
 @njit()
-def sortable(bits: np.uint32) -> np.uint32:  # pragma: no cover - compiled
+def sortable(bits: np.uint32) -> np.uint32:
     """Maps float32 bits to unsigned integers of the same order, without branches; -0.0 and 0.0 are equal."""
     negative = np.uint32(np.int32(bits) >> np.int32(31))
     key = np.uint32(bits ^ (negative | np.uint32(0x80000000)))
@@ -69,7 +69,7 @@ def sortable(bits: np.uint32) -> np.uint32:  # pragma: no cover - compiled
 
 
 @njit()
-def sortable_keys(numbers: F4) -> U4:  # pragma: no cover - compiled
+def sortable_keys(numbers: F4) -> U4:
     """`sortable` of all numbers."""
     bits, keys = numbers.view(np.uint32), np.empty(numbers.shape[0], np.uint32)
     for j in range(keys.shape[0]):
@@ -78,7 +78,7 @@ def sortable_keys(numbers: F4) -> U4:  # pragma: no cover - compiled
 
 
 @njit()
-def kth_largest(keys: U4, k: int, last_bit: np.uint32) -> np.uint32:  # pragma: no cover - compiled
+def kth_largest(keys: U4, k: int, last_bit: np.uint32) -> np.uint32:
     """The k-th largest, without the bits below `last_bit`.
 
     Bit by bit: counting all keys once for every bit is vectorised, sorting them into bins is not. Keys that cannot be
@@ -118,7 +118,7 @@ def kth_largest(keys: U4, k: int, last_bit: np.uint32) -> np.uint32:  # pragma: 
 
 
 @njit()
-def keep_best(ids: I4, keys: U4, keep: int) -> int:  # pragma: no cover - compiled
+def keep_best(ids: I4, keys: U4, keep: int) -> int:
     """Brings the ids with the `keep` largest keys to the front, in their order; how many they are.
 
     Ties go to the first. Keys are in sortable form.
@@ -141,7 +141,7 @@ def keep_best(ids: I4, keys: U4, keep: int) -> int:  # pragma: no cover - compil
 
 
 @njit()
-def lower_bound(numbers: F4, k: int) -> np.float32:  # pragma: no cover - compiled
+def lower_bound(numbers: F4, k: int) -> np.float32:
     """What k of the numbers reach, at most a fifth less than the k-th largest; 0 if that is less, or there is none."""
     if numbers.shape[0] < k:
         return np.float32(0)
@@ -154,7 +154,7 @@ def lower_bound(numbers: F4, k: int) -> np.float32:  # pragma: no cover - compil
 
 
 @njit()
-def _folded_maxima(row: F4, fold: int) -> F4:  # pragma: no cover - compiled
+def _folded_maxima(row: F4, fold: int) -> F4:
     """Maxima of strided blocks: block j holds columns j, j + B, j + 2B, ... of B = len(result) blocks."""
     columns = row.shape[0]
     blocks = (columns + fold - 1) // fold
@@ -168,7 +168,7 @@ def _folded_maxima(row: F4, fold: int) -> F4:  # pragma: no cover - compiled
 
 
 @njit()
-def _columns_reaching(row: F4, maxima: F4, bound: np.uint32) -> I4:  # pragma: no cover - compiled
+def _columns_reaching(row: F4, maxima: F4, bound: np.uint32) -> I4:
     """Columns with a score of at least `bound` (in sortable form), ascending."""
     blocks = maxima.shape[0]
     bits = maxima.view(np.uint32)
@@ -193,7 +193,7 @@ def _columns_reaching(row: F4, maxima: F4, bound: np.uint32) -> I4:  # pragma: n
 
 
 @njit()
-def top_k_row(row: F4, ids: I4) -> int:  # pragma: no cover - compiled
+def top_k_row(row: F4, ids: I4) -> int:
     keep = ids.shape[0]
     fold = min(_MAX_FOLD, row.shape[0] // (_BLOCKS_PER_KEPT * keep))
     if fold > 1:
@@ -211,9 +211,7 @@ def top_k_row(row: F4, ids: I4) -> int:  # pragma: no cover - compiled
 
 
 @task_loop("f4x1 i8x2 i8 i4x3 i4x2")
-def _top_k_rows(
-    task: int, numbers: F4, places: I8, columns: int, ids: I4, counts: I4
-) -> None:  # pragma: no cover - compiled
+def _top_k_rows(task: int, numbers: F4, places: I8, columns: int, ids: I4, counts: I4) -> None:
     rows = places.shape[1]
     head, r = task // rows, task % rows
     row = numbers[places[head, r] : places[head, r] + columns]

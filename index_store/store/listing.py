@@ -15,6 +15,7 @@ import time
 from bisect import bisect_right, insort
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from index_store.errors import (
     ContextNotFoundError,
@@ -30,6 +31,8 @@ from index_store.store.files.reading import WrongFileError, may_block, read_file
 _LARGEST_MANIFEST = 64 << 20
 _LOOKED_AT_TOGETHER = 64
 _SETTLED_S = 2.0  # later changes show in a file's times, whatever the file system's clock ticks in
+
+_TOLD_AS_NAMED = ("token_count", "kv_bytes", "index_bytes", "pinned", "owner", "tenant", "rows")
 
 Stamp = tuple[int, ...]
 Place = tuple[int, float, str]
@@ -57,6 +60,39 @@ def state_of(entry: Entry, *, expired: bool) -> str:
     if isinstance(entry.error, FormatVersionError):
         return "UNSUPPORTED"
     return "UNAVAILABLE" if isinstance(entry.error, StoreUnavailableError) else "CORRUPT"
+
+
+def told_of(own: Manifest, read: Manifest | None = None) -> dict[str, Any]:
+    """What the API's message tells of a context that stands in its manifest, by field. read: whose methods and indexes
+    it has, where that is not itself."""
+    read = read or own
+    indexes = [
+        {
+            "name": index.name,
+            "kind": index.kind,
+            "parameters": {name: str(value) for name, value in index.parameters.items()},
+            "bytes_per_token": index.nbytes / read.token_count,
+            "layers": tuple(index.layers),
+        }
+        for index in read.indexes
+    ]
+    return {
+        "name": f"contexts/{own.id}",
+        "display_name": own.name,
+        "model": read.model.name,
+        "architecture": read.model.architecture,
+        "dtype": read.dtype,
+        "create_time": own.created_at,
+        "expire_time": own.expires_at,
+        "indexes": indexes,
+        "dense_layers": tuple(read.dense_layers),
+        "labels": dict(own.labels),
+        "is_conversation": own.conversation is not None,
+        "parent": "" if own.parent is None else f"contexts/{own.parent.id}",
+        "parent_token_count": 0 if own.parent is None else own.parent.token_count,
+        "readers": tuple(own.readers),
+        **{name: getattr(own, name) for name in _TOLD_AS_NAMED},
+    }
 
 
 def place_of(entry: Entry) -> Place:

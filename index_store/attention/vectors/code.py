@@ -135,7 +135,6 @@ def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
 
 
 def ask_for(builder: Any, pointer: Any) -> None:
-    """Asks for the cache line there."""
     to_read, second_level, data = WORD(0), WORD(2), WORD(1)
     call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, to_read, second_level, data)
 

@@ -38,7 +38,7 @@ def _let_others_run(builder: Any) -> None:
 
 
 @njit(_nrt=False)
-def wait_until(counters: I8, phase: int, count: int) -> None:  # pragma: no cover - compiled
+def wait_until(counters: I8, phase: int, count: int) -> None:
     """Returns when the counter is at `count`, at least; what was written before it counted is seen."""
     looks = 0
     while _seen(counters, phase) < count:
@@ -55,7 +55,7 @@ def phase_of(task: Callable[..., None], **options: Any) -> Any:
     """
 
     @njit(**options)
-    def run(counters: I8, phase: int, count: int, arguments: Any) -> None:  # pragma: no cover - compiled
+    def run(counters: I8, phase: int, count: int, arguments: Any) -> None:
         number = claim(counters, phase)
         while number < count:
             task(number, *arguments)

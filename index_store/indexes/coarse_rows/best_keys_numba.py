@@ -42,8 +42,6 @@ from index_store.compiled.launch import F4, I4, I8, njit
 from index_store.indexes.coarse_rows.coded_passes_numba import SPAN, span_count
 from index_store.selection.top_k_numba import lower_bound, top_k_row
 
-_PLACE = (types.intp, types.intp)
-
 
 def make_sums(vectors: int) -> Any:
     """For so many vectors: 16, of each of which the largest number is found, or one, which is written."""
@@ -178,15 +176,13 @@ class SearchTable(NamedTuple):
 
 
 @njit()
-def find_row_factors(
-    task: int, peaks: F4, totals: F4, factors: F4, rows: int
-) -> None:  # pragma: no cover - compiled
+def find_row_factors(task: int, peaks: F4, totals: F4, factors: F4, rows: int) -> None:
     head, row = task // rows, task % rows
     _find_factors(peaks[head, row], totals[head, row], factors[head, row])
 
 
 @njit()
-def find_span_maxima(task: int, search: SearchTable) -> None:  # pragma: no cover - compiled
+def find_span_maxima(task: int, search: SearchTable) -> None:
     spans = search.factors.shape[1]
     _find_maxima(search, task // spans, task % spans)
 
@@ -202,7 +198,7 @@ def take_row(
     ids: I4,
     found: I4,
     whole: bool,
-) -> None:  # pragma: no cover - compiled
+) -> None:
     queries, (_, group) = keeps.shape[0], search.places.shape
     head, query = row // queries, row % queries
     if whole:
@@ -222,7 +218,7 @@ def take_row(
 
 
 @njit()
-def _find_factors(peaks: F4, totals: F4, factors: F4) -> None:  # pragma: no cover - compiled
+def _find_factors(peaks: F4, totals: F4, factors: F4) -> None:
     """What makes every span's exponentials of a row the softmax of its logits."""
     peak, total = np.float32(-np.inf), np.float32(0)
     for span in range(peaks.shape[0]):
@@ -236,7 +232,7 @@ def _find_factors(peaks: F4, totals: F4, factors: F4) -> None:  # pragma: no cov
 
 
 @njit(_nrt=False)
-def _extent(span: int, columns: I8, parts: I8) -> tuple[int, int, int]:  # pragma: no cover - compiled
+def _extent(span: int, columns: I8, parts: I8) -> tuple[int, int, int]:
     """Where a span begins, and its keys' begin and end, as numbers from a row's first column on."""
     if span < parts[0]:
         begin = span * SPAN - columns[1]
@@ -246,7 +242,7 @@ def _extent(span: int, columns: I8, parts: I8) -> tuple[int, int, int]:  # pragm
 
 
 @njit(_nrt=False)
-def _find_maxima(search: SearchTable, row: int, span: int) -> None:  # pragma: no cover - compiled
+def _find_maxima(search: SearchTable, row: int, span: int) -> None:
     """The largest weight of every 16 keys of a span; -inf where it has none. What shares their vectors becomes 0."""
     line, places, maxima = search.line, search.places, search.maxima
     group, query = places.shape[1], row % search.columns.shape[0]
@@ -272,7 +268,7 @@ def _find_maxima(search: SearchTable, row: int, span: int) -> None:  # pragma: n
 
 
 @njit()
-def _choose(search: SearchTable, row: int, best: I4) -> int:  # pragma: no cover - compiled
+def _choose(search: SearchTable, row: int, best: I4) -> int:
     """Fills in the best keys' columns; returns how many there are.
 
     Of keys whose weight reaches the bound, which K of the largest weights of neighbours reach.

@@ -108,7 +108,6 @@ def shift_of(rows: ScalarRows, first: int) -> int:
 
 
 def span_count(keys: int, shift: int) -> int:
-    """Spans of so many keys."""
     return -(-(shift + keys) // SPAN) if keys else 0
 
 
@@ -121,7 +120,7 @@ def half_table(rows_HNJ: Tensor) -> tuple[NDArray[np.generic], int]:
 
 
 @njit()
-def at_cache_line(rows: int, width: int) -> F4:  # pragma: no cover - compiled
+def at_cache_line(rows: int, width: int) -> F4:
     """[rows, width] zeros that begin at a cache line, for widths that are multiples of LANES.
 
     A vector that lies across two lines is loaded, and stored, in two halves.
@@ -132,7 +131,7 @@ def at_cache_line(rows: int, width: int) -> F4:  # pragma: no cover - compiled
 
 
 @njit(_nrt=False)
-def largest_count(counts: I8) -> int:  # pragma: no cover - compiled
+def largest_count(counts: I8) -> int:
     """0 where there is none."""
     most = 0
     for r in range(counts.shape[0]):
@@ -141,7 +140,7 @@ def largest_count(counts: I8) -> int:  # pragma: no cover - compiled
 
 
 @njit(_nrt=False)
-def widen(halves: I2, row: int, count: int, scratch: I2, floats: F4) -> None:  # pragma: no cover - compiled
+def widen(halves: I2, row: int, count: int, scratch: I2, floats: F4) -> None:
     """floats[0, :count] = the finite float16 numbers from halves[row, 0] on, which may go on in the rows that follow.
 
     scratch: [1, LANES]. Beyond count, up to a multiple of LANES, floats are undefined, but finite.
@@ -155,9 +154,7 @@ def widen(halves: I2, row: int, count: int, scratch: I2, floats: F4) -> None:  #
 
 
 @njit(_nrt=False)
-def widen_groups(
-    halves: I2, row: int, count: int, scratch: I2, line: F4, floats: F4
-) -> None:  # pragma: no cover - compiled
+def widen_groups(halves: I2, row: int, count: int, scratch: I2, line: F4, floats: F4) -> None:
     """floats[g, n] = the finite float16 number halves[row + n, g]. line: scratch, [1, as many in all]."""
     groups = halves.shape[1]
     if groups == 1:
@@ -295,7 +292,7 @@ def _spreading(tasks: int) -> int:
 
 
 @njit(_nrt=False)
-def pass_of(table: I8, task: int) -> int:  # pragma: no cover - compiled
+def pass_of(table: I8, task: int) -> int:
     """The pass that a task belongs to."""
     number = table.shape[0] - 1
     while table[number, TASKS] > task:
@@ -304,7 +301,7 @@ def pass_of(table: I8, task: int) -> int:  # pragma: no cover - compiled
 
 
 @njit()
-def task_of(number: int, passes: PassTasks) -> tuple[I8, int, int]:  # pragma: no cover - compiled
+def task_of(number: int, passes: PassTasks) -> tuple[I8, int, int]:
     """The numbers of the pass that the `number`-th task is of, its KV head, and which of the head's tasks it is."""
     task = number * passes.stride % passes.tasks
     own = passes.table[pass_of(passes.table, task)]
@@ -314,7 +311,7 @@ def task_of(number: int, passes: PassTasks) -> tuple[I8, int, int]:  # pragma: n
 @njit()
 def coded_table(
     own: I8, passes: PassTasks, head: int, row: int, scale_row: int, rows: int, scale_rows: int
-) -> CodedTable:  # pragma: no cover - compiled
+) -> CodedTable:
     """A pass's coded rows of a KV head from `row` on, so many of them, and scales and offsets from `scale_row` on."""
     scale, offset = head * own[SCALES_APART] + scale_row, head * own[OFFSETS_APART] + scale_row
     return CodedTable(

@@ -99,23 +99,25 @@ def score_keys(
     _launch(out, _NO_SPANS if spans is None else spans, _keys(passes, queries_HXD, out))
 
 
-def take_best(
-    weights: F4,
-    places_HQG: I8,
-    spans: Spans,
-    columns: Sequence[Columns],
-    keeps: Sequence[int],
-    ids_HQK: Tensor,
-    counts_HQ: Tensor,
-) -> None:
-    """Writes column ids of so many best keys of each session, and how many there are; their weights become 0.
+@dataclass(frozen=True, slots=True)
+class BestColumns:
+    """Where column ids of so many best keys of each session are written, and how many; their weights become 0.
 
-    weights: a line of exponentials (`Spans`), where a session's rows begin at places_HQG: its first column there, and
-    `lead` numbers before it a multiple of TILE. Those of row q * G + g have the peaks and totals of that row. ids_HQK:
-    int32, ascending, ties going to the lower. counts_HQ: int32.
+    places_HQG: where a session's rows begin in a line of exponentials (`Spans`): its first column there, and `lead`
+    numbers before it a multiple of TILE. Those of row q * G + g have the peaks and totals of that row. ids_HQK: int32,
+    ascending, ties going to the lower. counts_HQ: int32.
     """
-    line = RowsInLine(weights, _NO_TABLE, _NO_NUMBERS)
-    _launch(line, spans, best=_best(spans, places_HQG, columns, keeps, ids_HQK, counts_HQ))
+
+    places_HQG: I8
+    columns: Sequence[Columns]
+    keeps: Sequence[int]
+    ids_HQK: Tensor
+    counts_HQ: Tensor
+
+
+def take_best(weights: F4, spans: Spans, best: BestColumns) -> None:
+    """Finds them. weights: the line."""
+    _launch(RowsInLine(weights, _NO_TABLE, _NO_NUMBERS), spans, best=_best(spans, best))
 
 
 def attend_values(
@@ -182,17 +184,12 @@ def attend_best_passes(
     queries_HXD: Tensor,
     weights: RowsInLine,
     spans: Spans,
-    places_HQG: I8,
-    columns: Sequence[Columns],
-    keeps: Sequence[int],
-    ids_HQK: Tensor,
-    counts_HQ: Tensor,
+    best: BestColumns,
     state: AttentionState,
 ) -> None:
     """`score_keys`, `take_best` and `add_values`, one behind the other."""
-    keys = _keys(passes, queries_HXD, weights)
-    best = _best(spans, places_HQG, columns, keeps, ids_HQK, counts_HQ)
-    add_values(passes, weights, spans, state, before=(keys, best))
+    before = _keys(passes, queries_HXD, weights), _best(spans, best)
+    add_values(passes, weights, spans, state, before=before)
 
 
 def _keys(passes: Sequence[CodedPass], queries_HXD: Tensor, out: RowsInLine) -> _Part:
@@ -209,31 +206,24 @@ def _keys(passes: Sequence[CodedPass], queries_HXD: Tensor, out: RowsInLine) -> 
     )  # fmt: skip
 
 
-def _best(
-    spans: Spans,
-    places_HQG: I8,
-    columns: Sequence[Columns],
-    keeps: Sequence[int],
-    ids_HQK: Tensor,
-    counts_HQ: Tensor,
-) -> _Part:
-    if ids_HQK.numel() == 0:
+def _best(spans: Spans, best: BestColumns) -> _Part:
+    if best.ids_HQK.numel() == 0:
         return _NO_BEST
-    (heads, queries, group), (_, rows, each) = places_HQG.shape, spans.peaks_HRS.shape
+    (heads, queries, group), (_, rows, each) = best.places_HQG.shape, spans.peaks_HRS.shape
     # A thread that has whole rows finds what their keys are chosen from while it is near.
     whole = heads * queries >= _ROWS_EACH * thread_count()
     return _Part(
         (0 if whole else heads * rows, 0 if whole else heads * queries * each, heads * queries),
         (
-            places_HQG.reshape(heads * queries, -1),
+            best.places_HQG.reshape(heads * queries, -1),
             np.empty(spans.peaks_HRS.shape, np.float32),
             np.empty((heads * queries, each * SPAN_MAXIMA), np.float32),
-            *column_tables(tuple(columns), tuple(keeps)),
+            *column_tables(tuple(best.columns), tuple(best.keeps)),
             whole,
-            ids_HQK.numpy(),
-            counts_HQ.numpy(),
+            best.ids_HQK.numpy(),
+            best.counts_HQ.numpy(),
         ),
-        0.08 * heads * group * sum([each.room for each in columns]),
+        0.08 * heads * group * sum([each.room for each in best.columns]),
     )
 
 

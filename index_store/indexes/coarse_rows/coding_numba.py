@@ -70,7 +70,7 @@ def code_rows(kv_HN2D: Tensor, first_id: int, key_bits: int, value_bits: int, gr
 @task_loop("f4x2 i8 f4x3 f4x3 f4x3 f4x3")
 def _find_ranges(
     task: int, numbers: F4, lead: int, key_lows: F4, value_lows: F4, key_highs: F4, value_highs: F4
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """numbers: [L, d], of every head its keys and values in turn."""
     count, blocks = value_lows.shape[1], key_lows.shape[1]
     head, block = task // blocks, task % blocks
@@ -81,9 +81,7 @@ def _find_ranges(
 
 
 @njit(_nrt=False)
-def _find_key_range(
-    numbers: F4, first: int, count: int, low: F4, high: F4
-) -> None:  # pragma: no cover - compiled
+def _find_key_range(numbers: F4, first: int, count: int, low: F4, high: F4) -> None:
     """The range of every channel of some keys."""
     low[:], high[:] = np.inf, -np.inf
     for n in range(count):
@@ -94,7 +92,7 @@ def _find_key_range(
 
 
 @njit(_nrt=False)
-def _find_value_ranges(numbers: F4, row: int, low: F4, high: F4) -> None:  # pragma: no cover - compiled
+def _find_value_ranges(numbers: F4, row: int, low: F4, high: F4) -> None:
     """The ranges of one value's groups of channels."""
     groups = low.shape[0]
     width = numbers.shape[1] // groups
@@ -120,7 +118,7 @@ def _write_codes(
     to_row: int,
     key_codes: U1,
     value_codes: U1,
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Codes of rows to_row, to_row + 1, ... of every head."""
     count, blocks, dim = value_steps.shape[1], key_steps.shape[1], numbers.shape[1]
     head, block = task // blocks, task % blocks
@@ -134,9 +132,7 @@ def _write_codes(
 
 
 @njit(_nrt=False, error_model="numpy")
-def _find_key_codes(
-    numbers: F4, row: int, steps: F4, starts: F4, bits: int, codes: U1
-) -> None:  # pragma: no cover - compiled
+def _find_key_codes(numbers: F4, row: int, steps: F4, starts: F4, bits: int, codes: U1) -> None:
     top, line = np.float32((1 << bits) - 1), numbers[row]
     for c in range(codes.shape[0]):
         place = np.floor((line[c] - starts[c]) / steps[c] + np.float32(0.5))
@@ -146,9 +142,7 @@ def _find_key_codes(
 
 
 @njit(_nrt=False, error_model="numpy")
-def _find_value_codes(
-    numbers: F4, row: int, steps: F4, starts: F4, bits: int, codes: U1
-) -> None:  # pragma: no cover - compiled
+def _find_value_codes(numbers: F4, row: int, steps: F4, starts: F4, bits: int, codes: U1) -> None:
     """As `_find_key_codes`, with a step and a start for each group of channels."""
     top, width = np.float32((1 << bits) - 1), codes.shape[0] // steps.shape[0]
     for g in range(steps.shape[0]):
@@ -162,7 +156,7 @@ def _find_value_codes(
 
 
 @njit(_nrt=False)
-def _pack(codes: U1, bits: int, out: U1) -> None:  # pragma: no cover - compiled
+def _pack(codes: U1, bits: int, out: U1) -> None:
     """One row of codes as `pack` lays it out."""
     if bits == 4:
         _pack_plane(codes, 0, 2, 4, out)
@@ -173,7 +167,7 @@ def _pack(codes: U1, bits: int, out: U1) -> None:  # pragma: no cover - compiled
 
 
 @njit(_nrt=False)
-def _pack_plane(codes: U1, low: int, each: int, bits: int, out: U1) -> None:  # pragma: no cover - compiled
+def _pack_plane(codes: U1, low: int, each: int, bits: int, out: U1) -> None:
     """So many bits of the codes from bit `low` on, `each` codes in a byte."""
     width, mask = codes.shape[0] // each, np.uint8((1 << bits) - 1)
     for part in range(each):

@@ -30,7 +30,12 @@ from index_store.attention.vectors.code import LANES
 from index_store.compiled.launch import on_host, thread_count
 from index_store.indexes.coarse_rows.best_keys_numba import Columns
 from index_store.indexes.coarse_rows.coded_passes_numba import SPAN, CodedPass, Spans, shift_of
-from index_store.indexes.coarse_rows.coded_steps_numba import attend_best_passes, attend_values, score_keys
+from index_store.indexes.coarse_rows.coded_steps_numba import (
+    BestColumns,
+    attend_best_passes,
+    attend_values,
+    score_keys,
+)
 from index_store.indexes.coarse_rows.coding_numba import code_rows
 from index_store.indexes.coarse_rows.parameters import BLOCK, CoarseKind, CoarseParameters, value_groups
 from index_store.indexes.coarse_rows.reference import attend_values_reference, score_keys_reference
@@ -112,7 +117,6 @@ class Searched:
         return cls(queries_HGD, shared, own_rows, own, columns)
 
     def heads(self, part: slice) -> Searched:
-        """The same for some KV heads."""
         return replace(self, queries_HGD=self.queries_HGD[part], own_rows=self.own_rows.heads(part))
 
 
@@ -160,9 +164,8 @@ def _attend_heads(
     passes, queries_HXD, weights, own = _plan(rows, searched, line, places_HQG, spans)
     if not passes:  # nobody searches anything
         return
-    attend_best_passes(
-        passes, queries_HXD, weights, own, places_HQG, columns, keeps, ids_HQK, counts_HQ, state
-    )
+    best = BestColumns(places_HQG, columns, keeps, ids_HQK, counts_HQ)
+    attend_best_passes(passes, queries_HXD, weights, own, best, state)
 
 
 @lru_cache(maxsize=64)  # all layers of a step ask for the same
@@ -405,31 +408,23 @@ class CoarseRows(CoarseKind, LayerIndex):
 
     def _score(self, asked: Asked) -> Ranking:
         self.parse_search(asked.search)
-        logits, pieces = self._scored(asked.queries_HTGD, asked.first_key, asked.end_key, asked.appended)
+        logits, pieces = self._scored(asked)
         count = logits.shape[3]
         items = Items(asked.first_key, asked.end_key)
         return Ranking(logits, items, pieces, float(count), self.rows.key_bytes(count))
 
-    def pieces(
-        self,
-        queries_HTGD: Tensor,
-        first_key: int,
-        end_key: int,
-        appended: AppendedKeys | None,
-        position: int | None = None,
-    ) -> tuple[ScoredCodes, ...]:
-        return self._scored(queries_HTGD, first_key, end_key, appended)[1]
+    def pieces(self, asked: Asked) -> tuple[ScoredCodes, ...]:
+        return self._scored(asked)[1]
 
-    def _scored(
-        self, queries_HTGD: Tensor, first_key: int, end_key: int, appended: AppendedKeys | None
-    ) -> tuple[Tensor, tuple[ScoredCodes, ...]]:
+    def _scored(self, asked: Asked) -> tuple[Tensor, tuple[ScoredCodes, ...]]:
         """Logits [H, T, G, M] of keys first_key..end_key-1, and the pieces whose logits are views of them."""
-        logits = queries_HTGD.new_empty(*queries_HTGD.shape[:3], max(0, end_key - first_key))
+        queries, first_key = asked.queries_HTGD, asked.first_key
+        logits = queries.new_empty(*queries.shape[:3], max(0, asked.end_key - first_key))
         pieces = []
-        for rows in (self.rows, self._own(appended, AppendedRows).rows):
+        for rows in (self.rows, self._own(asked.appended, AppendedRows).rows):
             first = max(0, first_key - rows.first_id)
-            end = min(rows.count, end_key - rows.first_id)
+            end = min(rows.count, asked.end_key - rows.first_id)
             if first < end:
                 begin = rows.first_id + first - first_key
-                pieces.append(score_rows(rows, queries_HTGD, first, logits[..., begin : begin + end - first]))
+                pieces.append(score_rows(rows, queries, first, logits[..., begin : begin + end - first]))
         return logits, tuple(pieces)

@@ -64,9 +64,7 @@ def weigh(logits: RowsInLine, shift: int, spans: Spans) -> None:
 
 
 @njit()
-def score_some(
-    number: int, passes: PassTasks, queries: F4, out: Weights, spans: SpanTable
-) -> None:  # pragma: no cover - compiled
+def score_some(number: int, passes: PassTasks, queries: F4, out: Weights, spans: SpanTable) -> None:
     own, head, span = task_of(number, passes)
     low, high = max(0, span * SPAN - own[SHIFT]), min(own[MOST], (span + 1) * SPAN - own[SHIFT])
     blocks = (own[LEAD] + own[COUNT] + BLOCK - 1) // BLOCK
@@ -82,7 +80,7 @@ def score_some(
 @njit()
 def _score_span(
     keys: CodedTable, lead: int, queries: F4, first: int, end: int, out: Weights, origin: int
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Logits of one head's keys first..end-1; those of a row of queries have the place of key `origin`."""
     (rows, dim), bits = queries.shape, keys.bits
     width = (dim + LANES - 1) // LANES * LANES
@@ -158,7 +156,7 @@ def _weigh(
     totals: F4,
     span_rows: I8,
     span_first: I8,
-) -> None:  # pragma: no cover - compiled
+) -> None:
     most = largest_count(counts)
     spans = (shift + most + SPAN - 1) // SPAN
     head, span = task // spans, task % spans
@@ -168,9 +166,7 @@ def _weigh(
 
 
 @njit()
-def _weigh_span(
-    weights: Weights, low: int, high: int, span: int, spans: SpanTable
-) -> None:  # pragma: no cover - compiled
+def _weigh_span(weights: Weights, low: int, high: int, span: int, spans: SpanTable) -> None:
     """Exponentiates columns low..high-1 of every row, one span, as far as a row has them."""
     line, places = weights.line, weights.places
     scratch = np.empty((1, LANES), np.float32)

@@ -35,7 +35,7 @@ _interleave_4_64 = make_interleaving(4, 4 * _CHUNK)
 @njit(_nrt=False)
 def multiply(
     codes: U4, column: int, columns: int, weights: I1, row: int, rows: int, words: int, sums: I4
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """sums[r, n] = the sum over k < words of the four products in codes[k, column + n] and weights[row + r, 4k..4k+3].
 
     For r < rows and n < columns, rounded upwards to multiples of ROWS and LANES.
@@ -51,9 +51,7 @@ def multiply(
 
 
 @njit(_nrt=False)
-def pack_keys(
-    codes: U1, first: int, count: int, bits: int, raw: U4, packed: U4
-) -> None:  # pragma: no cover - compiled
+def pack_keys(codes: U1, first: int, count: int, bits: int, raw: U4, packed: U4) -> None:
     """packed[k, n] = codes of channels 4k..4k+3 of key first + n, for n < count; columns beyond are undefined.
 
     Asks for as many rows behind them meanwhile.
@@ -83,9 +81,7 @@ def pack_keys(
 
 
 @njit(_nrt=False)
-def pack_values(
-    codes: U1, first: int, count: int, bits: int, raw: U4, packed: U4
-) -> None:  # pragma: no cover - compiled
+def pack_values(codes: U1, first: int, count: int, bits: int, raw: U4, packed: U4) -> None:
     """packed[k, c] = codes of channel c of keys first + 4k .. first + 4k + 3, for the `count` keys.
 
     Asks for as many rows behind them meanwhile.
@@ -121,14 +117,14 @@ def pack_values(
 
 
 @njit(_nrt=False)
-def _ask_for(codes: U1, first: int, byte: int, count: int) -> None:  # pragma: no cover - compiled
+def _ask_for(codes: U1, first: int, byte: int, count: int) -> None:
     """Has bytes from a row on brought into the caches while other work is done: a few at a time, or they wait."""
     for at in range(byte, byte + count, _LINE):
         prefetch(codes, first, at)
 
 
 @njit(_nrt=False)
-def _fits_words(channels: int, bits: int) -> bool:  # pragma: no cover - compiled
+def _fits_words(channels: int, bits: int) -> bool:
     """Whether every plane of a row begins at a word of its own."""
     if bits == 4:
         return channels % 8 == 0
@@ -138,7 +134,7 @@ def _fits_words(channels: int, bits: int) -> bool:  # pragma: no cover - compile
 
 
 @njit(_nrt=False)
-def _code_of(row: U1, channel: int, channels: int, bits: int) -> int:  # pragma: no cover - compiled
+def _code_of(row: U1, channel: int, channels: int, bits: int) -> int:
     """One code of a stored row."""
     if bits == 4:
         half = channels // 2
@@ -151,7 +147,7 @@ def _code_of(row: U1, channel: int, channels: int, bits: int) -> int:  # pragma:
 
 
 @njit(_nrt=False)
-def _word_of(row: U1, channel: int, channels: int, bits: int) -> int:  # pragma: no cover - compiled
+def _word_of(row: U1, channel: int, channels: int, bits: int) -> int:
     """Four codes of a stored row."""
     word = 0
     for i in range(4):
@@ -160,7 +156,7 @@ def _word_of(row: U1, channel: int, channels: int, bits: int) -> int:  # pragma:
 
 
 @njit(_nrt=False)
-def _join_planes(raw: U4, packed: U4, count: int) -> None:  # pragma: no cover - compiled
+def _join_planes(raw: U4, packed: U4, count: int) -> None:
     """The first `count` of `packed`, words of four codes of 3 bits, from two planes of 3/8 as many words."""
     source, target = raw.reshape(raw.size), packed.reshape(packed.size)
     fourth, eighth = count // 4, count // 8

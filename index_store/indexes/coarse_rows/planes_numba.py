@@ -120,7 +120,7 @@ def decode_listed(
 
 
 @njit(_nrt=False)
-def _half(bits: np.int16) -> np.float32:  # pragma: no cover - compiled
+def _half(bits: np.int16) -> np.float32:
     """A finite float16 number."""
     magnitude = np.int32((np.int32(bits) & np.int32(0x7FFF)) << np.int32(13)).view(np.float32)
     number = magnitude * np.float32(2.0**112)
@@ -148,7 +148,7 @@ def _decode_rows(
     ids: I4,
     first: int,
     out: F4,
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Writes a key and its value, for each of the ids, to two rows of out."""
     count, dim, groups = ids.shape[1], out.shape[1], value_scales.shape[1]
     parts = (count + _AT_ONCE - 1) // _AT_ONCE
@@ -183,9 +183,7 @@ def _decode_rows(
 
 
 @njit(_nrt=False)
-def _refine(
-    codes: U1, row: int, low: U1, low_row: int, scales: F4, offsets: F4, out: F4, to: int
-) -> None:  # pragma: no cover - compiled
+def _refine(codes: U1, row: int, low: U1, low_row: int, scales: F4, offsets: F4, out: F4, to: int) -> None:
     """One row. Byte j has channels j and j + width."""
     width = codes.shape[1]
     if width % LANES == 0:

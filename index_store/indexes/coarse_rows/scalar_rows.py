@@ -166,7 +166,6 @@ class ScalarRows:
         return {name: getattr(self, field) for name, field in _STORED.items()}
 
     def heads(self, part: slice) -> ScalarRows:
-        """The same for some KV heads."""
         some = {name: array[part] for name, array in self.arrays().items()}
         return self.of(some, self.key_bits, self.value_bits, self.first_id)
 

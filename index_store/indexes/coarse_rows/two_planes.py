@@ -61,7 +61,6 @@ class TwoPlanes:
         return self.low_HN2C.data_ptr()
 
     def heads(self, part: slice) -> TwoPlanes:
-        """The same for some KV heads."""
         return replace(self, coarse=self.coarse.heads(part), low_HN2C=self.low_HN2C[part])
 
     def decode(self, first: int, end: int, out: Tensor | None = None) -> Tensor:

@@ -56,9 +56,7 @@ class Parts(NamedTuple):
 
 
 @njit()
-def find_limit(
-    task: int, spans: SpanTable, counts: I8, shifts: I8, beside: F4, limits: F4
-) -> None:  # pragma: no cover - compiled
+def find_limit(task: int, spans: SpanTable, counts: I8, shifts: I8, beside: F4, limits: F4) -> None:
     """Log of the weight a key, on average, below which runs are left out, of every row: [H, R].
 
     spans: of the rows' counts of weights, the first of which begins so many positions as its shift behind a span.
@@ -81,9 +79,7 @@ def find_limit(
 
 
 @njit(_nrt=False)
-def choose_rows(
-    weights: Weights, low: int, keys: int, least: F4, chosen: I8
-) -> int:  # pragma: no cover - compiled
+def choose_rows(weights: Weights, low: int, keys: int, least: F4, chosen: I8) -> int:
     """Fills in the rows to which a run of so many keys from column `low` on counts; returns how many these are.
 
     least: of each row, its weight a key that is enough.
@@ -98,8 +94,7 @@ def choose_rows(
 
 
 @njit(_nrt=False)
-def _add_up(line: F4, first: int, count: int) -> np.float32:  # pragma: no cover - compiled
-    """Sum of so many weights."""
+def _add_up(line: F4, first: int, count: int) -> np.float32:
     whole = count // LANES
     total = total_of(line, 0, first, whole)
     for x in range(first + whole * LANES, first + count):
@@ -120,7 +115,7 @@ def shifts_of(passes: tuple[tuple[int, int], ...]) -> I8:
 @njit()
 def attend_some(
     number: int, passes: PassTasks, weights: Weights, spans: SpanTable, limits: F4, result: int, parts: Parts
-) -> None:  # pragma: no cover - compiled
+) -> None:
     own, head, part = task_of(number, passes)
     begin = own[FIRST] + max(0, part * own[EACH] * SPAN - own[SHIFT])
     rows, slot, left = slice(own[BEGIN], own[END]), own[SLOT] + part, own[COUNT] - begin
@@ -148,7 +143,7 @@ def _attend_part(
     end: int,
     result: int,
     part: Parts,
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Sums of weighted values [R, d] of one head's first keys, the weights' peaks and their totals.
 
     weights: of a row those in columns of spans first..end-1, as far as it has any; beyond the longest row there is
@@ -230,9 +225,7 @@ def _attend_part(
 
 
 @njit(_nrt=False)
-def _find_peaks(
-    counts: I8, spans: SpanTable, shift: int, first: int, end: int, peaks: F4
-) -> None:  # pragma: no cover - compiled
+def _find_peaks(counts: I8, spans: SpanTable, shift: int, first: int, end: int, peaks: F4) -> None:
     """The largest peak of spans first..end-1 of every row, as far as it has any."""
     for r in range(counts.shape[0]):
         peaks[r] = -np.inf
@@ -256,7 +249,7 @@ def _fold_rows(
     units: F4,
     shifts: F4,
     added: F4,
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Rounds weights of `keys` keys from column low on, of chosen rows, and adds them up.
 
     For every group of channels. few: scratch for rows that end before the block does.
@@ -295,7 +288,7 @@ def _fold_rows(
 
 
 @njit()
-def merge_some(task: int, found: Parts, out: F4, lse: F4, first: int) -> None:  # pragma: no cover - compiled
+def merge_some(task: int, found: Parts, out: F4, lse: F4, first: int) -> None:
     """Merges the parts of all rows, the first of which is row `first` of the out. Those with peak -inf hold nothing."""
     outs, peaks, totals = found.outs, found.peaks, found.totals
     _, parts, rows, _ = outs.shape

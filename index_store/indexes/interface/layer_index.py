@@ -70,7 +70,6 @@ Do = Callable[[Callable[[], object]], None]
 
 
 def do_now(work: Callable[[], object]) -> None:
-    """Does it at once."""
     work()
 
 
@@ -184,12 +183,10 @@ class LayerSource:
 
     @property
     def keys_HND(self) -> Tensor:
-        """View of the keys."""
         return self.kv_HN2D[:, :, 0]
 
     @property
     def values_HND(self) -> Tensor:
-        """View of the values."""
         return self.kv_HN2D[:, :, 1]
 
 
@@ -383,15 +380,8 @@ class LayerIndex(IndexKind, ABC):
     def _nothing_appended(self) -> AppendedKeys:
         return self.start_appending()
 
-    def pieces(
-        self,
-        queries_HTGD: Tensor,
-        first_key: int,
-        end_key: int,
-        appended: AppendedKeys | None,
-        position: int | None = None,
-    ) -> tuple[Piece, ...]:
-        """Scored pieces that together hold keys first_key..end_key-1, and maybe others.
+    def pieces(self, asked: Asked) -> tuple[Piece, ...]:
+        """Scored pieces that together hold keys first_key..end_key-1, and maybe others; search options do not count.
 
         Only for indexes that partition the keys; raises MethodUnsupportedError otherwise.
         """

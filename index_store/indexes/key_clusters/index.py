@@ -145,7 +145,6 @@ class OnlineClusters(AppendedKeys):
 
     @property
     def members(self) -> Members:
-        """The key ids of every cluster."""
         if self._members is None:
             ends = self._counts.rows.to(torch.int32).cumsum(1, dtype=torch.int32)
             self._members = Members(
@@ -265,6 +264,14 @@ def _nearest(points_HXE: Tensor, centroids_HCE: Tensor) -> Tensor:
     return nearest
 
 
+def _level(arrays: Mapping[str, Tensor], level: str = "", parents_HC: Tensor | None = None) -> ClusteredKeys:
+    counts, means, sums = (arrays[level + name] for name in ("counts", "means", "value_sums"))
+    variances = arrays.get(f"{level}variances")
+    return ClusteredKeys(
+        counts, means, sums, arrays["assignment"], variances_HCD=variances, parents_HC=parents_HC
+    )
+
+
 class KeyClusters(ClusterKind, LayerIndex):
     """Flat clusters of one layer's keys."""
 
@@ -272,13 +279,7 @@ class KeyClusters(ClusterKind, LayerIndex):
         super().__init__(arrays, arrays["assignment"].shape[1])
         self._parameters = parameters
         self._members = Members(arrays["offsets"], arrays["members"])
-        self._clusters = ClusteredKeys(
-            arrays["counts"],
-            arrays["means"],
-            arrays["value_sums"],
-            arrays["assignment"],
-            variances_HCD=arrays.get("variances"),
-        )
+        self._clusters = _level(arrays)
         self._frequencies_F = arrays["frequencies"][0] if parameters.window > 0 else None
 
     @classmethod
@@ -320,16 +321,9 @@ class KeyClusters(ClusterKind, LayerIndex):
         pieces = (*shared, *scored[1:])
         return Ranking(logits, Items(asked.first_key, asked.end_key, tuple(groups)), pieces, vectors_read)
 
-    def pieces(
-        self,
-        queries_HTGD: Tensor,
-        first_key: int,
-        end_key: int,
-        appended: AppendedKeys | None,
-        position: int | None = None,
-    ) -> tuple[ScoredClusters, ...]:
-        own = self._own_clusters(appended)
-        moved = self._moved(queries_HTGD, position)
+    def pieces(self, asked: Asked) -> tuple[ScoredClusters, ...]:
+        own = self._own_clusters(asked.appended)
+        moved = self._moved(asked.queries_HTGD, asked.position)
         shared, _ = self._search(moved, {})
         return shared if own is None else (*shared, score_clusters(own.clusters, moved))
 
@@ -345,10 +339,10 @@ class KeyClusters(ClusterKind, LayerIndex):
         own = self._own(appended, OnlineClusters)
         return own if own.count else None
 
-    def _moved(self, queries_HTGD: Tensor, position: int | None) -> Tensor:
+    def _moved(self, queries_HTGD: Tensor, position: int) -> Tensor:
         if self._frequencies_F is None:
             return queries_HTGD
-        if position is None or position < 0:
+        if position < 0:
             raise InvalidArgumentError(
                 f"index kind {self.kind!r} with window {self._parameters.window} undoes the rotary embedding and "
                 "needs the position of the first query"
@@ -375,14 +369,7 @@ class ClusterTree(TreeKind, KeyClusters):
     def __init__(self, parameters: ClusterParameters, arrays: Mapping[str, Tensor]) -> None:
         super().__init__(parameters, arrays)
         self._coarse_offsets_HK = arrays["coarse_offsets"]
-        self._coarse = ClusteredKeys(
-            arrays["coarse_counts"],
-            arrays["coarse_means"],
-            arrays["coarse_value_sums"],
-            arrays["assignment"],
-            variances_HCD=arrays.get("coarse_variances"),
-            parents_HC=arrays["parents"],
-        )
+        self._coarse = _level(arrays, "coarse_", arrays["parents"])
 
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:

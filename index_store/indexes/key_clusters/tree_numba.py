@@ -64,7 +64,7 @@ def search_tree_reference(
 @task_loop("f4x4 f4x3 f4x2 i4x2 b1x3 f4x4", fastmath={"reassoc", "contract"})
 def _search_tree(
     task: int, queries: F4, means: F4, counts: F4, coarse_offsets: I4, expanded: B1, logits: F4
-) -> None:  # pragma: no cover - compiled
+) -> None:
     _, positions, group, dim = queries.shape
     coarse = expanded.shape[2]
     parts = (coarse + _COARSE_PER_TASK - 1) // _COARSE_PER_TASK

@@ -68,7 +68,6 @@ def assign_vectors_reference(
     blocks: Blocks,
     assignment_HN: Tensor,
 ) -> None:
-    """The same, eagerly."""
     for first, end, begin, stop in blocks:
         own = centroids_HCD[:, begin:stop].float()
         products = vectors_HND[:, first:end].float() @ own.transpose(1, 2)
@@ -229,7 +228,6 @@ def inverse_norms(vectors_HND: Tensor) -> Tensor:
 
 
 def inverse_norms_reference(vectors_HND: Tensor) -> Tensor:
-    """The same, eagerly."""
     return vectors_HND.float().square().sum(-1).sqrt().clamp(min=1e-20).reciprocal()
 
 
@@ -315,7 +313,6 @@ def move_centroids_reference(
     centroids_HCD: Tensor,
     halves_HC: Tensor | None,
 ) -> None:
-    """The same, eagerly."""
     clusters = centroids_HCD.shape[1]
     for head, own in enumerate(assignment_HN):
         named = own >= 0
@@ -496,7 +493,6 @@ def _draw_waits(
 
 
 def spread_seeds_reference(points_YPW: Tensor, clusters: int, seed: int) -> Tensor:
-    """The same, eagerly."""
     problems, count, width = points_YPW.shape
     points = points_YPW.float()
     drawn_waits = [waits for _, waits in _draw_waits(problems, count, clusters, points.device, seed)]

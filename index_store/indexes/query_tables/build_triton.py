@@ -95,7 +95,6 @@ def score_tables(keys_HND: Tensor, centroids_HMCB: Tensor, dims_MB: Tensor) -> t
 def score_tables_reference(
     keys_HND: Tensor, centroids_HMCB: Tensor, dims_MB: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same, eagerly."""
     slices = keys_HND.float()[..., dims_MB]
     products = torch.einsum("hnmb,hmcb->hmcn", slices, centroids_HMCB)
     scales = _scales(products.abs().amax((2, 3)))

@@ -116,9 +116,7 @@ def softmax_sum_rows_reference(reads: TableReads) -> Tensor:
 
 
 @njit(fastmath={"reassoc", "contract"})
-def _add_eight(
-    table: I1, rows: I4, weights: F4, afresh: bool, acc: F4
-) -> None:  # pragma: no cover - compiled
+def _add_eight(table: I1, rows: I4, weights: F4, afresh: bool, acc: F4) -> None:
     """Adds eight weighted rows of a table as wide as acc, in one pass; afresh: to nothing, whatever acc holds."""
     row0, row1, row2, row3 = table[rows[0]], table[rows[1]], table[rows[2]], table[rows[3]]
     row4, row5, row6, row7 = table[rows[4]], table[rows[5]], table[rows[6]], table[rows[7]]
@@ -153,7 +151,7 @@ def _add_eight(
 
 
 @njit()
-def add_rows(table: I1, rows: I4, weights: F4, low: int, acc: F4) -> None:  # pragma: no cover - compiled
+def add_rows(table: I1, rows: I4, weights: F4, low: int, acc: F4) -> None:
     """acc[i] = sum over j of weights[j] * table[rows[j], low + i]."""
     # Piece by piece, so that sums stay in the first-level cache from one pass to the next.
     for begin in range(0, acc.shape[0], _PIECE):
@@ -161,7 +159,7 @@ def add_rows(table: I1, rows: I4, weights: F4, low: int, acc: F4) -> None:  # pr
 
 
 @njit(fastmath={"reassoc", "contract"})
-def _add_piece(table: I1, rows: I4, weights: F4, low: int, acc: F4) -> None:  # pragma: no cover - compiled
+def _add_piece(table: I1, rows: I4, weights: F4, low: int, acc: F4) -> None:
     """`add_rows` for a few keys."""
     count = acc.shape[0]
     picks = rows.shape[0]
@@ -195,9 +193,7 @@ def _add_piece(table: I1, rows: I4, weights: F4, low: int, acc: F4) -> None:  # 
 
 
 @njit()
-def _add_tile(
-    table: I1, appended: I1, rows: I4, weights: F4, low: int, acc: F4
-) -> None:  # pragma: no cover - compiled
+def _add_tile(table: I1, appended: I1, rows: I4, weights: F4, low: int, acc: F4) -> None:
     """`add_rows` over a tile that may lie in the context's table, in the appended one, or across their border."""
     keys = table.shape[1]
     inside = min(max(keys - low, 0), acc.shape[0])
@@ -208,9 +204,7 @@ def _add_tile(
 
 
 @task_loop("i1x3 i1x3 i4x4 f4x4 i8 f4x4")
-def _sum_rows(
-    task: int, tables: I1, appended: I1, rows: I4, weights: F4, first: int, out: F4
-) -> None:  # pragma: no cover - compiled
+def _sum_rows(task: int, tables: I1, appended: I1, rows: I4, weights: F4, first: int, out: F4) -> None:
     _, positions, group, columns = out.shape
     span = TILE * _TILES_PER_TASK
     spans = (columns + span - 1) // span
@@ -222,7 +216,7 @@ def _sum_rows(
 
 
 @njit(fastmath={"reassoc", "contract"})
-def _exp_tile(x: F4, peak: np.float32, octave: I4, factor: F4) -> float:  # pragma: no cover - compiled
+def _exp_tile(x: F4, peak: np.float32, octave: I4, factor: F4) -> float:
     """Overwrites x by exp(x - peak), x <= peak, and returns its sum. `factor` is a float view of `octave`."""
     for i in range(x.shape[0]):
         y = (x[i] - peak) * _LOG2E
@@ -242,7 +236,7 @@ def _exp_tile(x: F4, peak: np.float32, octave: I4, factor: F4) -> float:  # prag
 
 
 @njit()
-def _peak(x: F4, scratch: F4) -> float:  # pragma: no cover - compiled
+def _peak(x: F4, scratch: F4) -> float:
     """Maximum of a tile, by folding halves onto each other: unlike a running maximum, a fold is vectorised."""
     count = x.shape[0]
     source = x
@@ -261,9 +255,7 @@ def _peak(x: F4, scratch: F4) -> float:  # pragma: no cover - compiled
 
 
 @njit()
-def exponentiate_tile(
-    x: F4, octave: I4, scratch: F4
-) -> tuple[np.float32, np.float32]:  # pragma: no cover - compiled
+def exponentiate_tile(x: F4, octave: I4, scratch: F4) -> tuple[np.float32, np.float32]:
     """Overwrites x by exp(x - its maximum); the maximum, and the sum. octave: [TILE], scratch: [TILE / 2]."""
     peak = np.float32(_peak(x, scratch))
     octave = octave[: x.shape[0]]
@@ -271,7 +263,7 @@ def exponentiate_tile(
 
 
 @njit(fastmath={"reassoc", "contract"})
-def combine_tile(exponentials: F4, shares: F4, out: F4) -> None:  # pragma: no cover - compiled
+def combine_tile(exponentials: F4, shares: F4, out: F4) -> None:
     """out[i] = sum over g of shares[g] * exponentials[g, i]."""
     out[:] = np.float32(0)
     for g in range(shares.shape[0]):
@@ -294,7 +286,7 @@ def _exponentiate_span(
     spans: int,
     positions: int,
     start: int,
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Sums of some tiles of one position, exponentiated, with every tile's peak and total."""
     slot, part = task // spans, task % spans
     h, t = (start + slot) // positions, (start + slot) % positions
@@ -310,7 +302,7 @@ def _exponentiate_span(
 
 
 @njit()
-def _rescale_slot(slot: int, peaks: F4, totals: F4) -> None:  # pragma: no cover - compiled
+def _rescale_slot(slot: int, peaks: F4, totals: F4) -> None:
     """Overwrites the peaks of one position's tiles by the factors that turn their exponentials into softmax."""
     _, group, tiles = peaks.shape
     for g in range(group):
@@ -328,7 +320,7 @@ def _rescale_slot(slot: int, peaks: F4, totals: F4) -> None:  # pragma: no cover
 @njit()
 def _combine_span(
     task: int, exponentials: F4, factors: F4, out: F4, spans: int, positions: int, start: int
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Exponentials of some tiles of one position, rescaled and summed over the group."""
     slot, part = task // spans, task % spans
     h, t = (start + slot) // positions, (start + slot) % positions
@@ -352,7 +344,7 @@ def _softmax_sum_rows(
     peaks: F4,
     totals: F4,
     out: F4,
-) -> None:  # pragma: no cover - compiled
+) -> None:
     positions = out.shape[1]
     queries = out.shape[0] * positions
     wave = exponentials.shape[0]
@@ -529,7 +521,7 @@ def _score_lists(
     first: int,
     floor_missing: bool,
     out: F4,
-) -> None:  # pragma: no cover - compiled
+) -> None:
     (_, queries, picks), columns = rows.shape, out.shape[2]
     head = task // queries
     query = task % queries
@@ -577,7 +569,7 @@ def _insert_keys(
     inserted: I4,
     scores: I2,
     first_id: int,
-) -> None:  # pragma: no cover - compiled
+) -> None:
     (_, count, rows), capacity = scores.shape, values.shape[2]
     head = task // rows
     row = task % rows

@@ -79,11 +79,9 @@ class Rendering:
     marks: str
 
     def after(self, start: int) -> Rendering:
-        """The part from a character on."""
         return Rendering(self.text[start:], self.marks[start:])
 
     def before(self, end: int) -> Rendering:
-        """The part before a character."""
         return Rendering(self.text[:end], self.marks[:end])
 
     def last_mark(self) -> int:

@@ -50,7 +50,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool, late: bool) ->
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: bool, late: bool) -> Tensor:
-    """As `rms_norm`, step by step."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     factor = weight.float() + 1 if offset else weight.float()
@@ -69,7 +68,6 @@ def gated(both: Tensor, kind: Gate) -> Tensor:
 
 
 def gated_reference(both: Tensor, kind: Gate) -> Tensor:
-    """As `gated`, by torch's functions."""
     gate, up = both.chunk(2, -1)
     if kind is Gate.SILU:
         return silu(gate) * up
@@ -106,7 +104,6 @@ def rotate(q_BHTD: Tensor, k_BKTD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> 
 def rotate_reference(
     q_BHTD: Tensor, k_BKTD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `rotate`, product by product."""
     cos_B1TR, sin_B1TR = cos_BTR[:, None], sin_BTR[:, None]
     rotated = cos_BTR.shape[-1]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from types import FunctionType, MethodType
@@ -254,12 +254,7 @@ def _numbers(shape: Sequence[int], like: Tensor, seed: int = 0) -> Tensor:
 def _alone(module: nn.Module, names: Sequence[str]) -> bool:
     """Whether it has these parameters, and nothing else that changes what it gives."""
     own = [name for name, _ in module.named_parameters()]
-    return own == list(names) and not any(True for _ in _parts(module))
-
-
-def _parts(module: nn.Module) -> Iterator[Any]:
-    yield from module.children()
-    yield from module.buffers()
+    return own == list(names) and not [*module.children(), *module.buffers()]
 
 
 def _takes_one(module: nn.Module) -> bool:

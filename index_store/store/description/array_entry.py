@@ -51,7 +51,11 @@ class ArrayEntry:
         if not divides:
             raise field_error(f"{self.path}.chunks", self.chunks, f"sizes that divide the shape {self.shape}")
         if self.checksums is not None:
-            self._check_checksums(self.checksums)
+            count, given = math.prod(self.grid), len(self.checksums) / _CHECKSUM_DIGITS
+            if given != count or not HEX.fullmatch(self.checksums):
+                found = f"{given:g} checksums, {self.checksums}"
+                expected = f"{count} of {_CHECKSUM_DIGITS} lower-case hex digits each, one per chunk"
+                raise field_error(f"{self.path}.checksums", found, expected)
 
     @property
     def layout(self) -> ArrayEntry:
@@ -69,7 +73,6 @@ class ArrayEntry:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
         return STORED_DTYPES[self.dtype].itemsize
 
     @property
@@ -98,13 +101,6 @@ class ArrayEntry:
             position = position * count + index
         start = position * _CHECKSUM_DIGITS
         return int(self.checksums[start : start + _CHECKSUM_DIGITS], 16)
-
-    def _check_checksums(self, checksums: str) -> None:
-        count = math.prod(self.grid)
-        if len(checksums) != count * _CHECKSUM_DIGITS or not HEX.fullmatch(checksums):
-            found = f"{len(checksums) / _CHECKSUM_DIGITS:g} checksums, {checksums}"
-            expected = f"{count} of {_CHECKSUM_DIGITS} lower-case hex digits each, one per chunk"
-            raise field_error(f"{self.path}.checksums", found, expected)
 
 
 def join_checksums(checksums: Iterable[int]) -> str:

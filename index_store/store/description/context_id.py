@@ -68,7 +68,6 @@ class WindowLayers:
 
     @property
     def shape(self) -> LayerShape:
-        """Of each of them."""
         return LayerShape(self.query_heads, self.kv_heads, self.head_dim, self.size, self.chunked)
 
 
@@ -217,7 +216,6 @@ class ModelIdentity:
         return () if self.index_keys else self.full_layers
 
     def shape(self, layer: int) -> LayerShape:
-        """Of one layer."""
         if self.window is not None and layer in self.window.layers:
             return self.window.shape
         return LayerShape(self.query_heads, self.kv_heads, self.head_dim)

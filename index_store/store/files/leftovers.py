@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from index_store.errors import StoreError
@@ -130,7 +131,7 @@ def free_locks(locks: Path, is_lock: Callable[[str], bool]) -> Iterator[Leftover
     """Lock files, by their names, that nobody holds."""
     for path in sorted(locks.glob("*")):
         if is_lock(path.name) and path.is_file() and not is_locked(path):
-            yield leftover("lock", path, _lock_removal(path))
+            yield leftover("lock", path, partial(clear_free_lock, path))
 
 
 def removed(item: Leftover, on_failure: Callable[[StoreError], None]) -> bool:
@@ -160,10 +161,6 @@ def _removal(path: Path, lock: Path | None) -> Callable[[], bool]:
             return there
 
     return remove
-
-
-def _lock_removal(path: Path) -> Callable[[], bool]:
-    return lambda: clear_free_lock(path)
 
 
 def _measure(path: Path) -> tuple[int, float]:

@@ -330,7 +330,7 @@ def expected(seen: Observation, search: LayerSearch, method: Method) -> Tensor:
         state = seen.form.add_sink(state)
         if not method.drops_remainder:
             index = search.index if search.partition is None else search.partition
-            pieces = index.pieces(q, seen.sinks, seen.search_end, None, position)
+            pieces = index.pieces(Asked(q, seen.sinks, seen.search_end, None, {}, position))
             ids = torch.arange(position + 1, dtype=torch.int32).expand(H, 1, -1)
             raw = torch.einsum("htgd,hnd->htgn", q, keys)
             exact = ExactKeys(ids, attended[:, None], raw, values[:, None])

@@ -23,7 +23,7 @@ from index_store.indexes.coarse_rows.two_planes import (
 )
 from index_store.indexes.coarse_rows.value_sums_numba import NEGLIGIBLE
 from index_store.indexes.interface.index_kind import Growth
-from index_store.indexes.interface.layer_index import LayerSource
+from index_store.indexes.interface.layer_index import Asked, LayerSource
 from index_store.methods.method import INDEX_SPECS
 from index_store.selection.budgets import REMAINDERS
 from index_store.selection.remainder_states import ExactKeys, remainder_state
@@ -86,7 +86,7 @@ def test_a_range_is_scored_wherever_it_lies(name: str) -> None:
     for first, end in ((0, 300), (10, 150), (150, 250), (200, 300), (230, 260), (40, 40)):
         part = index.rank(queries(), first, end, appended, {})
         torch.testing.assert_close(part.logits_HTGM, everything.logits_HTGM[..., first:end])
-        pieces = index.pieces(queries(), first, end, appended)
+        pieces = index.pieces(Asked(queries(), first, end, appended, {}, -1))
         assert sum(piece.logits_HTGX.shape[-1] for piece in pieces) == end - first
         for piece in pieces:
             begin = piece.first_id
@@ -128,7 +128,7 @@ def test_what_is_not_exact_counts_by_its_coarse_copy(name: str, shared: bool) ->
     unused = torch.zeros(0)
     remainder = REMAINDERS["coarse"]
     q = queries(positions)
-    pieces = index.pieces(q, 8, 190, appended)
+    pieces = index.pieces(Asked(q, 8, 190, appended, {}, -1))
     state = remainder_state(remainder, pieces, [ExactKeys(ids, valid, unused, unused)])
     assert state is not None
     keys = torch.cat([index.rows.decode_keys(8, 150), appended.rows.decode_keys(0, 40)], 1)
@@ -147,7 +147,9 @@ def test_what_is_not_exact_counts_by_its_coarse_copy(name: str, shared: bool) ->
     # Rounding of weights stays below half of that of a value.
     quarter_step = float(index.rows.value_scales_HNV.max()) / 4
     torch.testing.assert_close(state.out, expected, rtol=1e-4, atol=quarter_step)
-    some = [piece.part(slice(1, 2), slice(2, 4)) for piece in index.pieces(q, 8, 190, appended)]
+    some = [
+        piece.part(slice(1, 2), slice(2, 4)) for piece in index.pieces(Asked(q, 8, 190, appended, {}, -1))
+    ]
     rows = slice(None) if shared else slice(2, 4)
     part = remainder_state(remainder, some, [ExactKeys(ids[1:, rows], valid[1:, rows], unused, unused)])
     torch.testing.assert_close(part.out, state.out[1:, 2:])

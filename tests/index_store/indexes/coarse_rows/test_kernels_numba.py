@@ -33,6 +33,7 @@ from index_store.indexes.coarse_rows.coded_passes_numba import (
     span_count,
 )
 from index_store.indexes.coarse_rows.coded_steps_numba import (
+    BestColumns,
     add_values,
     attend_values,
     score_keys,
@@ -412,7 +413,7 @@ def test_the_best_keys_are_those_of_the_reference(
     spans = Spans(peaks.numpy(), totals.numpy(), np.arange(GROUP), np.zeros(GROUP, np.int64))
     found, counts = torch.zeros(HEADS, 1, keep, dtype=torch.int32), torch.zeros(HEADS, 1, dtype=torch.int32)
     places = columns.lead + columns.room * np.arange(HEADS * GROUP).reshape(HEADS, 1, GROUP)
-    take_best(line.flatten().numpy(), places, spans, [columns], [keep], found, counts)
+    take_best(line.flatten().numpy(), spans, BestColumns(places, [columns], [keep], found, counts))
     assert (counts == keep).all()
     assert torch.equal(found[:, 0], ids)
     assert torch.equal(line[..., here], left)

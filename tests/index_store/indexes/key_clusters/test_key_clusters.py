@@ -14,7 +14,7 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.exact_index import ExactIndex
-from index_store.indexes.interface.layer_index import LayerSource
+from index_store.indexes.interface.layer_index import Asked, LayerSource
 from index_store.indexes.key_clusters.build import check_frequencies, divide_keys, move_queries, undo_rotary
 from index_store.indexes.key_clusters.build_triton import (
     build_device_clusters,
@@ -219,7 +219,7 @@ def test_pieces_stand_for_each_key_once(name: str, new: int) -> None:
         appended.append(torch.randn(HEADS, new, 2, DIM))
     ids = torch.arange(KEYS + new)
     for pieces in (
-        index.pieces(queries(), 5, KEYS + new, appended, position=KEYS + new),
+        index.pieces(Asked(queries(), 5, KEYS + new, appended, {}, KEYS + new)),
         index.rank(queries(), 5, KEYS + new, appended, {}, position=KEYS + new).pieces,
     ):
         total = counted(pieces, ids)
@@ -256,7 +256,7 @@ def test_windowed_rope_needs_positions() -> None:
     with pytest.raises(InvalidArgumentError, match="position"):
         index.rank(queries(), 5, KEYS, None, {})
     with pytest.raises(InvalidArgumentError, match="position"):
-        index.pieces(queries(), 5, KEYS, None)
+        index.pieces(Asked(queries(), 5, KEYS, None, {}, -1))
 
 
 DIAGONAL: dict[str, Scalar] = {**TREE, "moments": "diagonal"}
@@ -328,7 +328,7 @@ def test_the_best_coarse_clusters_are_expanded_until_they_hold_the_share(
 
 def test_pieces_take_the_default_share(tree: ClusterTree) -> None:
     ranked = tree.rank(queries(), 5, KEYS, None, {"coarse_keep": 0.5}).pieces
-    for one, other in zip(tree.pieces(queries(), 5, KEYS, None), ranked, strict=True):
+    for one, other in zip(tree.pieces(Asked(queries(), 5, KEYS, None, {}, -1)), ranked, strict=True):
         assert torch.equal(one.logits_HTGC, other.logits_HTGC)
 
 
