@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +16,7 @@ from index_store.models.resolve import resolve_model
 from index_store.models.tokenizer import load_tokenizer
 from tests.ops.scripts import load_script
 from tests.support.forking import ran
+from tests.support.waiting import wait_until
 
 DEMONSTRATION = Path(__file__).resolve().parents[2] / "ops" / "demonstration"
 DEMO = [sys.executable, str(DEMONSTRATION / "demo_run.py")]
@@ -180,19 +180,17 @@ def test_a_kill_leaves_nothing_running(tmp_path: Path, own: list[str]) -> None:
     wait_for_command(running, tmp_path, "serve")
     running.kill()
     running.communicate(timeout=240)
-    deadline = time.monotonic() + 120
-    while processes_naming(str(tmp_path)) or list(tmp_path.iterdir()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not processes_naming(str(tmp_path)) and not list(tmp_path.iterdir()), 120)
 
 
 def wait_for_command(running: subprocess.Popen[str], folder: Path, name: str) -> None:
     """Waits for a command of that name, whose arguments name a path below TMPDIR."""
-    deadline = time.monotonic() + 240
-    while not any(name in command_line(pid) for pid in processes_naming(str(folder))):
+
+    def runs() -> bool:
         assert running.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        return any(name in command_line(pid) for pid in processes_naming(str(folder)))
+
+    wait_until(runs, 240)
 
 
 def command_line(pid: int) -> str:

@@ -15,6 +15,7 @@ from index_store.memory.arena import Arena
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
+from index_store.store.catalog import Store
 from tests.support.store import KINDS, RecordedIndex, RecordingLocker, SyntheticContext, synthetic_context
 
 CPU = torch.device("cpu")
@@ -27,6 +28,11 @@ def hybrid_arena(
     budget: MemoryBytes = ROOM, locker: RecordingLocker | None = None, device: torch.device = CPU
 ) -> Arena:
     return Arena(budget, locker or RecordingLocker(), KINDS, device, Placement.HYBRID)
+
+
+def touch(arena: Arena, store: Store, context: SyntheticContext) -> None:
+    with arena.acquire(store, context.id):
+        pass
 
 
 def same(found: Tensor, expected: Tensor) -> bool:

@@ -30,7 +30,7 @@ from index_store.store.catalog import Store
 from index_store.store.description.manifest import Manifest
 from index_store.store.stored_context import Context
 from index_store.store.zarr_io import chunk_path
-from tests.index_store.memory.hybrid_arenas import NEEDED, hybrid_arena, no_collector, same
+from tests.index_store.memory.hybrid_arenas import NEEDED, hybrid_arena, no_collector, same, touch
 from tests.support.memory import resident_bytes
 from tests.support.store import (
     CREATED,
@@ -52,11 +52,6 @@ SIZE = resident_bytes(synthetic_context().manifest)
 
 def ids(contexts: list[SyntheticContext]) -> list[str]:
     return [context.id for context in contexts]
-
-
-def touch(arena: Arena, store: Store, context: SyntheticContext) -> None:
-    with arena.acquire(store, context.id):
-        pass
 
 
 def test_second_acquire_shares(many: Many) -> None:

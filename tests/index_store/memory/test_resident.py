@@ -41,7 +41,15 @@ from index_store.methods.method import INDEX_SPECS, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.store.catalog import Store
 from index_store.store.description.dtypes import STORED_DTYPES
-from tests.index_store.memory.hybrid_arenas import CPU, DEVICES, check_contents, decode, no_collector, same
+from tests.index_store.memory.hybrid_arenas import (
+    CPU,
+    DEVICES,
+    check_contents,
+    decode,
+    no_collector,
+    same,
+    touch,
+)
 from tests.support.devices import crossed
 from tests.support.layers import build_index, small_spec
 from tests.support.memory import copy_padded, resident_bytes
@@ -58,11 +66,6 @@ from tests.support.store import (
 )
 
 SIZE = resident_bytes(synthetic_context().manifest)
-
-
-def touch(arena: Arena, store: Store, context: SyntheticContext) -> None:
-    with arena.acquire(store, context.id):
-        pass
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -28,6 +28,7 @@ from index_store.store.zarr_io import chunk_path
 from tests.index_store.store.test_tuned_defaults import record
 from tests.support.memory import resident_bytes
 from tests.support.store import SyntheticContext, synthetic_context
+from tests.support.waiting import wait_until
 
 SIZE = resident_bytes(synthetic_context().manifest)
 SOON = 30.0  # seconds; less than reads hang that nobody lets go
@@ -177,13 +178,6 @@ def test_reads_that_hang_are_given_up(
     assert store.verify(context.id) == []
 
 
-def eventually(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def tokens_are_read(hanging: HangingReads, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the tokens' file through, which is read before anything hangs."""
 
@@ -212,7 +206,7 @@ def test_a_load_that_hangs_keeps_its_memory_only_until_the_read_comes_back(
     with pytest.raises(MemoryBudgetError, match="in use"), arena.acquire(store, context.id):
         pytest.fail("two loads into the memory of one")
     hanging.go_on.set()
-    eventually(lambda: arena.stats().used.total == 0)
+    wait_until(lambda: arena.stats().used.total == 0)
     with arena.acquire(store, context.id):
         assert arena.ids() == [context.id]
 
@@ -234,7 +228,7 @@ def test_the_last_lease_of_an_unfinished_load_does_not_wait_for_it(
     with pytest.raises(SparseKVError):
         resident.kv(0)
     hanging.go_on.set()
-    eventually(lambda: arena.stats().used.total == 0)
+    wait_until(lambda: arena.stats().used.total == 0)
 
 
 def test_a_shutdown_does_not_wait_for_reads_that_hang(
