@@ -23,7 +23,6 @@ from decode_engine.engine.stepping import (
     choose_each,
     choose_together,
     decode_by_forward,
-    forward_each,
     verify,
 )
 from decode_engine.layers.sparse_layer import SparseLayer
@@ -49,13 +48,6 @@ def _greedy(count: int) -> list[Sampler]:
     return [Sampler(SamplingParameters()) for _ in range(count)]
 
 
-def test_a_batch_that_works_is_fed_once() -> None:
-    runner = FakeRunner()
-    sessions = [FakeSession("a"), FakeSession("b")]
-    assert decode_by_forward(runner.forward, sessions, [5, 7], _greedy(2)) == [6, 8]
-    assert runner.calls == [(("a", "b"), 1)]
-
-
 def test_sessions_with_seeds_step_alone() -> None:
     runner = FakeRunner()
     seeded, unseeded = SamplingParameters(0.1, seed=3), SamplingParameters(0.1)
@@ -63,16 +55,6 @@ def test_sessions_with_seeds_step_alone() -> None:
     sessions = [FakeSession(name) for name in "abcd"]
     assert decode_by_forward(runner.forward, sessions, [1, 2, 3, 4], samplers) == [2, 3, 4, 5]
     assert runner.calls == [(("b", "d"), 1), (("a",), 1), (("c",), 1)]
-
-
-def test_the_fault_of_one_is_not_that_of_the_others() -> None:
-    runner = FakeRunner()
-    sessions = [FakeSession("a"), FakeSession("broken", fails_at=0), FakeSession("c")]
-    results = decode_by_forward(runner.forward, sessions, [5, 6, 7], _greedy(3))
-    assert results == [6, sessions[1].fails_with, 8]
-    assert [session.fed for session in sessions] == [[5], [], [7]]
-    [alone] = forward_each(runner.forward, [sessions[1]], [[1]])
-    assert alone is sessions[1].fails_with
 
 
 def test_a_repeated_step_draws_the_same_tokens() -> None:
@@ -95,13 +77,6 @@ def test_a_repeated_step_draws_the_same_tokens() -> None:
     calm, disturbed = run(False), run(True)
     assert len(disturbed) == 10
     assert disturbed == calm[:10]
-
-
-def test_rows_that_are_not_finite_fail_alone() -> None:
-    good, bad = torch.tensor([0.0, 2.0, 1.0]), torch.tensor([0.0, torch.nan, 1.0])
-    first, second = choose_each([bad, good], _greedy(2))
-    assert isinstance(first, SparseKVError)
-    assert second == 1
 
 
 @pytest.mark.parametrize("vocabulary", [100, 6000])  # all rows at a time, and five

@@ -188,11 +188,6 @@ def test_stop_string_across_pieces_is_not_shown() -> None:
     assert stops.push("\nthree") == ("", True)
 
 
-def test_earliest_stop_string_wins() -> None:
-    assert StopStrings(["late", "early"]).push("an early and a late one") == ("an ", True)
-    assert StopStrings(["bcd", "b"]).push("abcd") == ("a", True)
-
-
 def test_held_back_text_comes_with_the_flush() -> None:
     stops = StopStrings(["stop"])
     assert stops.push("almost sto") == ("almost ", False)

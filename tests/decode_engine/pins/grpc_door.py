@@ -60,6 +60,8 @@ def play_call(channel: grpc.Channel, call: str, request: Any) -> list[Line]:
     lines = [_without_times(line) for line in lines]
     if call in _STREAMED:
         lines = list(_joined(lines))
+        if end["end"] != "OK":  # what was said while it waited belongs to no token
+            lines = [line for line in lines if not line.keys() <= {"request", "usage"}]
     if call == "GetServerStatus":
         told = lines[0]
         lines = [{name: _figure(name, told.get(name)) for name in method.output_type.fields_by_name}]

@@ -59,15 +59,6 @@ def test_a_request_from_prompt_to_end(engine: FakeEngine, runner: FakeRunner) ->
     assert client.closes == [1]
 
 
-def test_end_tokens_are_reported(engine: FakeEngine) -> None:
-    client = submit(engine, make_client("a", prompt=[3], max_tokens=9, end_ids=frozenset({5, 60})))
-    run(engine, 3)
-    first, second, last = client.stream
-    assert (first, second) == (Says(0, (4,)), Says(0, (5,)))
-    assert isinstance(last, Ends)
-    assert (last.reason, last.completion_tokens) == ("end_of_sequence", 2)
-
-
 def test_a_stop_string_ends_the_work_at_once(engine: FakeEngine, runner: FakeRunner) -> None:
     client = submit(engine, make_client("a", prompt=[3], max_tokens=50, stops=("G",)))
     run(engine, 3)
@@ -123,15 +114,6 @@ def test_cancelling_while_waiting_and_while_reading_the_prompt(
     for client in (reading, waiting):
         assert isinstance(failure(client)[1], CancelledError)
         assert client.closes in ([0], [1])
-
-
-def test_cancelling_after_the_end_changes_nothing(engine: FakeEngine) -> None:
-    client = submit(engine, make_client("a", max_tokens=1))
-    engine.step()
-    client.stream.cancel()
-    engine.step()
-    assert results(client)[0] == [1]
-    assert client.closes == [1]
 
 
 def test_a_passed_deadline_stops_within_one_step(

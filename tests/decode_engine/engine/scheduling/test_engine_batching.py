@@ -96,15 +96,6 @@ def test_a_prompt_that_fails_harms_nobody_with_whom_it_is_read(runner: FakeRunne
     assert isinstance(failure(clients[1])[1], ValueError)
 
 
-def test_a_second_request_streams_before_a_long_first_prompt_is_read(engine: FakeEngine) -> None:
-    first = submit(engine, make_client("first", prompt=[0] * 400, max_tokens=1))
-    run(engine, 3)
-    second = submit(engine, make_client("second", prompt=[1], max_tokens=2))
-    run(engine, 3)
-    assert results(second)[0] == [2, 3]
-    assert len(first.session.fed) < 40
-
-
 def test_prompts_on_which_no_stream_waits_are_all_read_at_once(
     engine: FakeEngine, runner: FakeRunner
 ) -> None:
@@ -122,20 +113,6 @@ def test_prompts_take_turns_beside_a_stream(engine: FakeEngine, runner: FakeRunn
         submit(engine, make_client(name, prompt=range(16), max_tokens=1))
     run(engine, 9)
     assert runner.prompts[1:] == [{"a": 2, "b": 2}, {"b": 2, "c": 2}, {"c": 2, "a": 2}] * 3
-
-
-def test_decoding_sessions_share_one_batch(engine: FakeEngine, runner: FakeRunner) -> None:
-    clients = [submit(engine, make_client(name, prompt=[n], max_tokens=6)) for n, name in enumerate("abcd")]
-    run(engine, 12)
-    assert (("a", "b", "c", "d"), 1) in runner.calls
-    assert [results(client)[0] for client in clients] == [list(range(n + 1, n + 7)) for n in range(4)]
-
-
-def test_no_more_sessions_than_allowed(engine: FakeEngine, runner: FakeRunner) -> None:
-    clients = [submit(engine, make_client(str(n), max_tokens=3)) for n in range(6)]
-    run(engine, 30)
-    assert max(len(names) for names, _ in runner.calls) <= 4
-    assert all(results(client)[0] == [1, 2, 3] for client in clients)
 
 
 def test_a_short_prompt_need_not_wait_for_the_turns_of_long_ones(runner: FakeRunner) -> None:

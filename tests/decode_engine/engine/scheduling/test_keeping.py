@@ -113,7 +113,7 @@ def test_the_end_of_a_turn_is_kept_where_it_is_wanted() -> None:
     keeper.gate.set()
     run(engine, 4)
     tokens, last = results(client)
-    assert (tokens, last.reason) == ([4, 5], "end_of_sequence")
+    assert (tokens, last.reason, last.completion_tokens) == ([4, 5], "end_of_sequence", 2)
     assert (keeper.fed, keeper.answer) == ([3, 4, 5], [4, 5])
     engine.shutdown()
 
