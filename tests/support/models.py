@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -54,15 +54,14 @@ _LEARNT: Mapping[str, object] = {
     "mlp_layer_types": ["dense", "dense", "dense"],
 }
 """What an index of a model's own has beside latents. It has 64 heads: of few all might say nothing of many keys."""
-_STATES: Mapping[str, object] = {
+_LINEAR: Mapping[str, object] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
+    "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
-    "mlp_only_layers": [0, 1, 2],
 }
-
+_STATES: Mapping[str, object] = {**_LINEAR, "linear_key_head_dim": 8, "mlp_only_layers": [0, 1, 2]}
 _JAMBA: Mapping[str, object] = {
     "attn_layer_period": 3,
     "attn_layer_offset": 1,
@@ -93,13 +92,6 @@ LAYER_KINDS: Mapping[str, tuple[str, Mapping[str, object]]] = MappingProxyType(
 )
 """Families and settings for `write_model_folder` with three layers, by what is special about their attention."""
 
-_LINEAR: Mapping[str, object] = {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 8,
-}
 _ALL_EXPERTS: Mapping[str, object] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 STATEFUL: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
@@ -225,3 +217,21 @@ def write_model_folder(
         torch.set_rng_state(generator_state)
     model.to(dtype).save_pretrained(folder)
     return folder
+
+
+def generated(folder: Path, ids: Sequence[int], count: int) -> list[int]:
+    """Tokens behind these by transformers' own greedy generation in float32, whatever would end it."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    given = torch.tensor([ids])
+    found = model.generate(
+        given,
+        attention_mask=torch.ones_like(given),  # or what stands for padding in `ids` is passed over
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=1,
+    )
+    return found[0, len(ids) :].tolist()  # type: ignore[no-any-return]

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from decode_engine.evaluation.tasks import source_text
+from decode_engine.evaluation.tasks.documents import source_text
 from index_store.models.loading import LoadedModel, load_model, load_tokenizer, resolve_model
 from prefill_worker.muse.attention import muse_attention
 from prefill_worker.muse.backend import EAGER, Backend, kernels
