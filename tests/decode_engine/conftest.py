@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -85,6 +86,17 @@ class Library:
         files = (self.store / "contexts" / id_ / array / "c").rglob("*")
         return next(path for path in sorted(files) if path.is_file())
 
+    def damage(self, id_: str) -> None:
+        """Flips a bit of a stored context's keys and values."""
+        chunk = self.chunk(id_)
+        data = bytearray(chunk.read_bytes())
+        data[100] ^= 1
+        chunk.write_bytes(data)
+
+    def worker(self, **options: Any) -> QueueWorker:
+        """One that makes contexts in this store; it works when a test tells it to, or inside of `working`."""
+        return QueueWorker(WorkerConfig(store=self.store, model=str(self.model), device="cpu", **options))
+
     def config(self, **changes: object) -> ServeConfig:
         """A server over this store on a free port, which is not warmed up: that takes seconds for all methods."""
         settings: dict[str, object] = {
@@ -103,14 +115,17 @@ class Library:
         return ServeConfig(**{**settings, **changes})  # type: ignore[arg-type]
 
 
-def make_library(folder: Path) -> Library:
-    """A library with an empty store and a toy model that never ends by itself, so that lengths are known."""
+def make_library(folder: Path, **tokenizer: str) -> Library:
+    """A library with an empty store and a toy model that never ends by itself, so that lengths are known.
+
+    tokenizer: settings of its tokenizer, such as another `chat_template`.
+    """
     model = write_model_folder(
         folder / "model", "llama", head_dim=32, max_positions=MAX_POSITIONS, eos_token_id=None
     )
     settings = json.loads((model / "tokenizer_config.json").read_text())
     del settings["eos_token"]
-    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    (model / "tokenizer_config.json").write_text(json.dumps({**settings, **tokenizer}))
     Store(folder / "store", create=True)
     return Library(model, folder / "store")
 
@@ -151,19 +166,13 @@ CALLING = WITH_TOOLS.replace("<tool_call>", "~~~").replace("</tool_call>", "~~~"
 @pytest.fixture(scope="session")
 def tool_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     """An empty store, and a toy model whose chat template has tools."""
-    library = make_library(tmp_path_factory.mktemp("tools"))
-    settings = json.loads((library.model / "tokenizer_config.json").read_text())
-    settings["chat_template"] = CALLING
-    (library.model / "tokenizer_config.json").write_text(json.dumps(settings))
-    Store(library.store, create=True)
-    return library
+    return make_library(tmp_path_factory.mktemp("tools"), chat_template=CALLING)
 
 
 @pytest.fixture(scope="session")
 def tool_server(tool_library: Library) -> Iterator[DecodeServer]:
     """A server beside a worker that makes contexts."""
-    worker = QueueWorker(WorkerConfig(store=tool_library.store, model=str(tool_library.model), device="cpu"))
-    with loaded(tool_library.config()) as started, working(worker):
+    with loaded(tool_library.config()) as started, working(tool_library.worker()):
         yield started
 
 

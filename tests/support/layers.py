@@ -18,6 +18,7 @@ from index_store.methods.presets import METHODS, get_method
 from index_store.selection.budgets import Mass, Ratio, Threshold
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
+from tests.support.memory import copy_padded
 
 _WITH_OTHER_REMAINDERS = (
     "oracle+centred",
@@ -67,6 +68,19 @@ def build_search(method: Method, kv_HN2D: Tensor, group: int) -> LayerSearch:
         build_index(method.index, kv_HN2D, group),
         None if partition is None else build_index(partition, kv_HN2D, group),
     )
+
+
+def moved(search: LayerSearch, method: Method, rows_HN2D: Tensor, device: torch.device | str) -> LayerSearch:
+    """The same search from arrays in device memory, and over those rows, wherever they are."""
+
+    def there(spec: IndexSpec | None, index: LayerIndex) -> LayerIndex:
+        assert spec is not None
+        parameters = small_spec(spec).parameters if spec.stored else spec.parameters
+        arrays = {name: copy_padded(array, device) for name, array in index.arrays().items()}
+        return INDEX_CLASSES[spec.kind].from_arrays(parameters, arrays, rows_HN2D)
+
+    partition = None if search.partition is None else there(method.partition, search.partition)
+    return LayerSearch(there(method.index, search.index), partition, search.thresholds)
 
 
 def build_layer(method: Method, kv_HN2D: Tensor, group: int, figures: Figures | None = None) -> SparseLayer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -217,3 +217,21 @@ def write_model_folder(
         torch.set_rng_state(generator_state)
     model.to(dtype).save_pretrained(folder)
     return folder
+
+
+def generated(folder: Path, ids: Sequence[int], count: int) -> list[int]:
+    """Tokens behind these by transformers' own greedy generation in float32, whatever would end it."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    given = torch.tensor([ids])
+    found = model.generate(
+        given,
+        attention_mask=torch.ones_like(given),  # or what stands for padding in `ids` is passed over
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=1,
+    )
+    return found[0, len(ids) :].tolist()  # type: ignore[no-any-return]

@@ -27,6 +27,7 @@ from index_store.models.tokenizer import load_tokenizer
 from tests.decode_engine.cli.conftest import Run
 from tests.decode_engine.conftest import Library
 from tests.support.models import write_model_folder
+from tests.support.serving.serve_process import serving
 from tests.support.waiting import wait_until
 
 TEXT = "The keeper of the southern lighthouse painted ships. " * 8
@@ -139,39 +140,24 @@ def test_what_is_missing_is_refused(run: Run, book: Path) -> None:
         assert run("contexts", "create", *missing).returncode == 2
 
 
-@pytest.fixture
-def serving(library: Library) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server with a worker of its own, and its address."""
-    listen = ("--listen", "127.0.0.1:0", "--no-warm-up", "--device", "cpu", "--threads", "1")
-    model = ("--store", str(library.store), "--model", str(library.model))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "decode_engine", "serve", "--prefill", *model, *listen, "--format", "json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    yield process, json.loads(process.stdout.readline())["address"]
-    process.kill()
-    process.communicate()
-
-
 @pytest.mark.nightly
 @pytest.mark.usefixtures("lamp")
-def test_a_server_makes_contexts_itself_and_its_worker_ends_with_it(
-    serving: tuple[subprocess.Popen[str], str], book: Path
-) -> None:
-    server, address = serving
-    command = [sys.executable, "-m", "decode_engine", "contexts", "create", "--server", address, str(book)]
-    made = subprocess.run(
-        [*command, "--format", "json", "--name", "south"], capture_output=True, text=True, check=True
-    )
-    told: dict[str, Any] = json.loads(made.stdout)
-    assert (told["done"], told["error"]) == (True, None)
-    assert told["context"]["display_name"] == "south"
-    assert told["context"]["token_count"] == told["tokens_total"] == len(TEXT)
-    server.kill()
-    log = server.stderr.read()  # ends when the worker has ended, too, which writes there
-    assert '"logger": "prefill_worker.worker.queue_worker"' in log
+def test_a_server_makes_contexts_itself_and_its_worker_ends_with_it(library: Library, book: Path) -> None:
+    with serving(library, "--prefill", "--no-warm-up", "--device", "cpu") as server:
+        address = server.wait_until_served()["address"]
+        command = [sys.executable, "-m", "decode_engine", "contexts", "create", "--server", address]
+        made = subprocess.run(
+            [*command, str(book), "--format", "json", "--name", "south"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        told: dict[str, Any] = json.loads(made.stdout)
+        assert (told["done"], told["error"]) == (True, None)
+        assert told["context"]["display_name"] == "south"
+        assert told["context"]["token_count"] == told["tokens_total"] == len(TEXT)
+        server.kill()  # and its worker, which writes there, too, has ended
+        assert "prefill_worker.worker.queue_worker" in {line["logger"] for line in server.logs}
 
 
 def test_a_worker_that_ends_is_followed_by_another(tmp_path: Path) -> None:

@@ -9,11 +9,9 @@ import re
 import signal
 import socket
 import ssl
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -33,22 +31,10 @@ from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel, logging_to_stderr
 from tests.decode_engine.cli.conftest import Run
 from tests.decode_engine.conftest import Library
+from tests.support.serving.serve_process import serving
 from tests.support.serving.service import loaded
 
 COMMAND = [sys.executable, "-m", "decode_engine"]
-
-
-@contextmanager
-def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server process and the first line that it prints."""
-    process = subprocess.Popen(
-        [*COMMAND, "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield process, process.stdout.readline()
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def serve_arguments(library: Library) -> list[str]:
@@ -58,13 +44,14 @@ def serve_arguments(library: Library) -> list[str]:
 
 @pytest.mark.nightly
 def test_serve_as_text_ends_well_on_interrupt(library: Library, lamp: str) -> None:
-    with serving(*serve_arguments(library), "--no-warm-up") as (process, line):
+    with serving(library, "--no-warm-up", "--format", "text") as server:
+        line = server.process.stdout.readline()
         assert line.startswith("Serving ")
         assert "127.0.0.1:" in line
-        process.send_signal(signal.SIGINT)
-        _, logs = process.communicate(timeout=120)
-        assert process.returncode == 0
-        assert "Traceback" not in logs
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(120) == 0
+        server.kill()
+        assert "Traceback" not in "".join(server.other)
 
 
 @pytest.mark.parametrize(
@@ -230,24 +217,6 @@ def test_options_of_serve_stand_under_headings(run: Run) -> None:
 CERTIFICATES = Path(__file__).parents[2] / "support" / "certificates"
 
 
-@contextmanager
-def running(*arguments: str) -> Iterator[dict[str, Any]]:
-    """A command that serves, and what it says when it does; told to stop at the end, which has to go well."""
-    command = [sys.executable, "-m", "decode_engine", *arguments, "--format", "json"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ.copy()
-    )
-    try:
-        line = process.stdout.readline()
-        assert line, process.communicate()[1]
-        yield json.loads(line)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        _, logs = process.communicate(timeout=120)
-    assert process.returncode == 0, logs
-    assert "Traceback" not in logs
-
-
 @pytest.mark.nightly
 def test_both_doors_of_a_guarded_server(library: Library, lamp: str, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
@@ -256,11 +225,10 @@ def test_both_doors_of_a_guarded_server(library: Library, lamp: str, tmp_path: P
         *("--tokens", str(tokens)),
         *("--tls-cert", str(CERTIFICATES / "server.pem"), "--tls-key", str(CERTIFICATES / "server.key")),
     ]
-    serve = ["serve", "--store", str(library.store), "--model", str(library.model), "--device", "cpu"]
     trusting = ssl.create_default_context(cafile=CERTIFICATES / "authority.pem")
     shown = {"authorization": f"Bearer {secret}"}
-    http = ["--http-port", "0", "--cors-origin", "https://example.org"]
-    with running(*serve, "--listen", "127.0.0.1:0", *http, "--no-warm-up", *door) as served:
+    with serving(library, "--cors-origin", "https://example.org", "--no-warm-up", *door) as server:
+        served = server.wait_until_served()
         credentials = Credentials(token=secret, ca_file=CERTIFICATES / "authority.pem")
         with Client(served["address"], credentials=credentials) as client:
             assert client.find_context("lamp").name == lamp
@@ -270,6 +238,7 @@ def test_both_doors_of_a_guarded_server(library: Library, lamp: str, tmp_path: P
             asking = {"origin": "https://example.org", "access-control-request-method": "POST"}
             allowed = web.options("/v1/models", headers=asking).headers
             assert allowed["access-control-allow-origin"] == "https://example.org"
+        server.stop()
 
 
 @pytest.mark.parametrize(("level", "told"), [("debug", 3), ("info", 2), ("warning", 1), ("error", 0)])

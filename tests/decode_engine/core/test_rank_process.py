@@ -16,8 +16,9 @@ from decode_engine.errors import EngineCrashedError, NotReadyError
 from decode_engine.rpc.client import Client, Keep
 from index_store.errors import InvalidArgumentError, SparseKVError
 from tests.decode_engine.conftest import Library
-from tests.decode_engine.rpc.turns.test_stopping import Server, serving
 from tests.support.serving.listening import LOOPBACK, listeners
+from tests.support.serving.serve_process import Server, serving
+from tests.support.serving.service import answered
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -33,8 +34,7 @@ def context(library: Library) -> str:
 
 
 def tokens(client: Client, context: str, prompt: str, method: str, **options: object) -> list[int]:
-    with client.generate(context, text=prompt, method=method, max_tokens=12, **options) as generation:  # type: ignore[arg-type]
-        return [id_ for piece in generation for id_ in piece.token_ids]
+    return answered(client, context, text=prompt, method=method, max_tokens=12, **options)[0]
 
 
 def said(address: str, context: str) -> list[list[int]]:
@@ -125,7 +125,6 @@ def test_a_rank_ends_with_its_engine_whatever_it_waits_for() -> None:
     program = "import threading, time; from decode_engine.core.rank_process import _end_with_engine\n"
     program += "threading.Thread(target=_end_with_engine).start(); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:
-        assert process.stdin is not None
         process.stdin.close()  # as an engine's end does
         assert process.wait(120) == 0
 

@@ -47,6 +47,7 @@ class FakeSession:
 
 
 FakeEngine = Engine[FakeSession]
+Sessions, Tokens, Samplers = Sequence[FakeSession], Sequence[Sequence[int]], Sequence[Sampler]
 
 
 @dataclass
@@ -65,8 +66,8 @@ class FakeRunner:
 
     def read(
         self,
-        sessions: Sequence[FakeSession],
-        token_ids: Sequence[Sequence[int]],
+        sessions: Sessions,
+        token_ids: Tokens,
         *,
         all_logits: bool = False,
         between: Callable[[], None] = lambda: None,
@@ -77,13 +78,7 @@ class FakeRunner:
             between()
         return self.forward(sessions, token_ids, all_logits=all_logits)
 
-    def forward(
-        self,
-        sessions: Sequence[FakeSession],
-        token_ids: Sequence[Sequence[int]],
-        *,
-        all_logits: bool = False,
-    ) -> list[Tensor]:
+    def forward(self, sessions: Sessions, token_ids: Tokens, *, all_logits: bool = False) -> list[Tensor]:
         if not sessions or len(sessions) != len(token_ids) or not all(token_ids):
             raise AssertionError("every session of a batch is fed tokens")
         if len(set(map(id, sessions))) < len(sessions):
@@ -106,21 +101,13 @@ class FakeRunner:
         ]
 
     def launch(
-        self,
-        sessions: Sequence[FakeSession],
-        last_tokens: Sequence[int],
-        samplers: Sequence[Sampler],
-        drafts: Sequence[Sequence[int]] = (),
+        self, sessions: Sessions, last_tokens: Sequence[int], samplers: Samplers, drafts: Tokens = ()
     ) -> Step:
         forward = partial(self.forward, all_logits=True)
         return Chosen(decode_by_forward(forward, sessions, last_tokens, samplers, drafts))
 
     def draft(
-        self,
-        sessions: Sequence[FakeSession],
-        last_tokens: Sequence[int],
-        samplers: Sequence[Sampler],
-        counts: Sequence[int],
+        self, sessions: Sessions, last_tokens: Sequence[int], samplers: Samplers, counts: Sequence[int]
     ) -> list[list[int]]:
         """Every fourth token is wrong."""
         after = [range(last + 1, last + 1 + count) for last, count in zip(last_tokens, counts, strict=True)]
@@ -157,7 +144,6 @@ class FakeWork(Work[FakeSession]):
         return self.drafts()
 
     def keep(self, session: FakeSession, answer: Sequence[int]) -> Callable[[], str]:
-        assert self.keeps is not None
         return self.keeps(session, answer)
 
     def close(self) -> None:
@@ -287,7 +273,6 @@ def run(engine: FakeEngine, steps: int) -> None:
 
 def results(client: Client) -> tuple[list[int], Ends]:
     """All token ids and the last event of a request that has ended well."""
-    assert client.stream is not None
     *said, last = client.stream
     assert isinstance(last, Ends)
     return [token for each in said if isinstance(each, Says) for token in each.token_ids], last
@@ -295,7 +280,6 @@ def results(client: Client) -> tuple[list[int], Ends]:
 
 def failure(client: Client) -> tuple[list[int], Exception]:
     """The token ids before a failure, and the failure."""
-    assert client.stream is not None
     seen: list[int] = []
     try:
         for event in client.stream:

@@ -1,14 +1,16 @@
-"""Tools, contexts of messages, kept sessions and requests without a context, by the official client."""
+"""Contexts that are made over HTTP of texts, tokens and files; tools, kept sessions and requests without a context."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from openai.types import FileObject
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -16,9 +18,11 @@ from decode_engine.gateway.serving import HttpPort
 from decode_engine.gateway.wire.bodies import response_order
 from decode_engine.gateway.wire.shapes import ResponseShape
 from decode_engine.orders.events import Begins, Ends, Times
-from decode_engine.rpc.answers.answering import Said, Summary, TokenUsage
+from decode_engine.rpc.answers.answering import Said, Summary
 from decode_engine.rpc.server import DecodeServer
 from index_store.models.conversation.call_syntax import CallPart
+from sparsekv.v1.values import Usage
+from tests.decode_engine.gateway.test_replies import valid
 from tests.support.serving.front import both_of
 
 PARAMETERS = {
@@ -146,7 +150,7 @@ def test_wrong_values_are_named(web: httpx.Client, spoken: dict[str, Any], chang
 
 CUT = Summary(
     "length",
-    TokenUsage(prompt=1, cached=5, limit=9),
+    Usage(prompt_tokens=1, cached_tokens=5, max_tokens=9),
     Begins("", "full", 5, 1, 9),
     Ends(0, "length", 0, 0, Times(0, 0, 0, 0, 0, 0, 0), {}),
     before_ns=0,
@@ -177,3 +181,49 @@ def test_text_and_calls_are_items_of_their_own() -> None:
     assert [item.get("arguments") for item in reply["output"]] == [None, '{"at":1}', "{}", None]
     assert [reply["output"][place]["content"][0]["text"] for place in (0, 3)] == ["I look.", "Done"]
     assert len({item["id"] for item in reply["output"]}) == 4
+
+
+def document(name: str) -> str:
+    """A text that no other test has."""
+    return f"The keeper of the {name} lighthouse counted ships and wrote them down. " * 6
+
+
+def events(web: httpx.Client, body: Any) -> list[tuple[str, Any]]:
+    """What a stream of server-sent events says, by name."""
+    found = []
+    with web.stream("POST", "/v1/contexts", json=body) as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream"), reply.read()
+        name = ""
+        for line in reply.iter_lines():
+            kind, _, value = line.partition(": ")
+            if kind == "event":
+                name = value
+            elif kind == "data":
+                found.append((name, value if value == "[DONE]" else json.loads(value)))
+                name = ""
+    return found
+
+
+def test_a_file_becomes_a_context(web: httpx.Client, official: openai.OpenAI, tmp_path: Path) -> None:
+    path = tmp_path / "blue.txt"
+    path.write_text(document("blue"))
+    file = valid(FileObject, official.files.create(file=path, purpose="user_data"))
+    assert (file.filename, file.bytes) == ("blue.txt", path.stat().st_size)
+    told = events(web, {"file_id": file.id, "display_name": "blue", "stream": True})
+    assert told[-2][0] == "context", told
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"files": {"file": b"text"}}, "purpose"),
+        ({"files": {"file": b"text"}, "data": {"purpose": "fine-tune"}}, "purpose"),
+        ({"files": {"other": b"text"}, "data": {"purpose": "user_data"}}, "file"),
+        ({"files": {"file": b"text"}, "data": {"purpose": "user_data", "more": "1"}}, "purpose"),
+        ({"content": b"no form"}, "file"),
+        ({"content": b"no form", "headers": {"content-type": "multipart/form-data; boundary=x"}}, "file"),
+    ],
+)
+def test_wrong_files_are_refused(web: httpx.Client, form: Any, param: str) -> None:
+    reply = web.post("/v1/files", **form)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text

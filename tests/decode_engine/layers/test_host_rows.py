@@ -28,7 +28,7 @@ from decode_engine.layers.partial_attention import (
 )
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
-from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, SparseLayer
+from decode_engine.layers.sparse_layer import LayerAttention, SparseLayer
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.fused import Division
 from index_store.indexes.coarse_rows.two_planes import ContextRows
@@ -38,7 +38,7 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
-from tests.support.layers import ALL_METHODS, build_index, build_search, small_spec, with_budget
+from tests.support.layers import ALL_METHODS, build_index, build_search, moved, small_spec, with_budget
 from tests.support.store import indexed_context, synthetic_context
 
 CPU = torch.device("cpu")
@@ -200,30 +200,11 @@ def test_searching_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ALL_METHODS)
 def test_searching_layers_on_a_device(name: str) -> None:
     method, kv, device = small_windows(ALL_METHODS[name]), make_kv(), torch.device("cuda")
-    assert method.index is not None
     search = build_search(method, kv, GROUP)
-
-    def moved(index: Any, spec: Any) -> Any:
-        arrays = {key: array.to(device) for key, array in index.arrays().items()}
-        parameters = small_spec(spec).parameters if spec.stored else spec.parameters
-        return type(index).from_arrays(parameters, arrays, kv)
-
-    partition = search.partition
-    beside = LayerSearch(
-        moved(search.index, method.index), None if partition is None else moved(partition, method.partition)
-    )
     seen: list[Observation] = []
-    layer = SparseLayer(kv, beside, method, Figures(), device)
+    layer = SparseLayer(kv, moved(search, method, kv, device), method, Figures(), device)
     layer.observer = seen.append
-    local = SparseLayer(
-        kv.to(device),
-        LayerSearch(
-            beside.index if method.index.stored else type(search.index).from_arrays({}, {}, kv.to(device)),
-            beside.partition,
-        ),
-        method,
-        Figures(),
-    )
+    local = SparseLayer(kv.to(device), moved(search, method, kv.to(device), device), method, Figures())
     torch.testing.assert_close(run(layer, device), run(local, device), rtol=1e-4, atol=1e-5)
     assert sample_layer(0, seen[0], torch.tensor([0])).mass_HTG.device.type == "cuda"
 

@@ -11,9 +11,7 @@ from torch import Tensor
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.searchers import PromptWeights
 from decode_engine.layers.selected_attention import KeyRows, Observation
-from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
-from index_store.indexes.interface.layer_index import LayerIndex
-from index_store.methods.method import IndexSpec
+from decode_engine.layers.sparse_layer import SparseLayer
 from index_store.methods.presets import get_method
 from index_store.selection.budgets import Ratio
 from index_store.selection.cutting import cut
@@ -31,7 +29,7 @@ from tests.support.layers import (
     ALL_METHODS,
     build_index,
     build_search,
-    small_spec,
+    moved,
     with_budget,
     with_everything,
 )
@@ -60,8 +58,6 @@ def test_all_keys_selected_are_all_keys_attended(name: str) -> None:
 @pytest.mark.parametrize("name", ALL_METHODS)
 def test_equal_tokens_select_what_one_of_them_selects(name: str) -> None:
     method, kv = with_budget(ALL_METHODS[name], 0.2), make_kv()
-    assert method.index is not None
-    assert method.budget is not None
     q = tokens(1)[0]
     ranking = build_index(method.index, kv, GROUP).rank(q, 4, 250, None, method.search, 250)
     rows = KeyRows(kv, kv[:, :0])
@@ -163,18 +159,7 @@ def test_keys_that_no_token_retrieved_are_not_taken() -> None:
 def test_on_a_device_wherever_keys_and_values_are(name: str) -> None:
     method, device = small_windows(get_method(name)), torch.device("cuda")
     kv = make_kv().pin_memory()
-    assert method.index is not None
-
-    def moved(index: LayerIndex, spec: IndexSpec) -> LayerIndex:
-        arrays = {key: array.to(device) for key, array in index.arrays().items()}
-        return type(index).from_arrays(small_spec(spec).parameters, arrays, kv)
-
-    built = build_search(method, kv, GROUP)
-    partition = None
-    if built.partition is not None:
-        assert method.partition is not None
-        partition = moved(built.partition, method.partition)
-    search = LayerSearch(moved(built.index, method.index), partition)
+    search = moved(build_search(method, kv, GROUP), method, kv, device)
     new = [part.to(device) for part in tokens(PROMPT)]
     outs = [
         SparseLayer(keys, search, method, Figures(), beside).attend(*new, COUNT, shared=True)

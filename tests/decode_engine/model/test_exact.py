@@ -6,10 +6,9 @@ compared, and bits nearly.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,82 +17,44 @@ from msgspec.structs import replace
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.job import Reply
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.evaluation.tasks import source_text
+from decode_engine.evaluation.tasks.documents import source_text
 from decode_engine.layers.session import Session
 from decode_engine.model.continuing import SessionWork
 from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.events import Ends, Event, Fails, Says, TokenLogprob
 from decode_engine.orders.fields import Sampling
 from decode_engine.orders.order import Constraint, Order
-from index_store.cli.console import LineReporter
-from index_store.memory.arena import Arena
-from index_store.memory.context_loading import placed_bytes
-from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import get_method
-from index_store.models.loading import resolve_model
-from index_store.store.catalog import Store
-from prefill_worker.config import PrefillConfig
-from prefill_worker.jobs.job import run_job
+from prefill_worker.config import AUTO
 from tests.support.devices import nightly
-from tests.support.models import LAYER_KINDS, write_model_folder
+from tests.support.serving.served import PROMPT, Served, serve, serve_text
 
-TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 6
-PROMPT = "\nQuestion: who lit it?\nAnswer:"
+METHODS = ("refined",)
 TOKENS = 40
 
 
-@dataclass(frozen=True)
-class Kept:
-    context: ResidentContext
-    runner: ModelRunner
-
-    def start(self, method: str) -> Session:
-        return self.runner.start(self.context, get_method(method).on(self.context.manifest))
-
-
-def serve(path: Path, family: str = "llama", *, rows: str = "dtype", **settings: object) -> Iterator[Kept]:
-    folder = write_model_folder(path / "model", family, layers=3, **settings)  # type: ignore[arg-type]
-    yield from serve_text(path, str(folder), TEXT, rows)
-
-
-def serve_text(path: Path, model: str, text: str, rows: str = "dtype") -> Iterator[Kept]:
-    (path / "text").write_text(text)
-    config = PrefillConfig(
-        model=model,
-        store=path / "store",
-        input=(path / "text",),
-        method=("refined",),
-        chunk=100,
-        rows=rows,
-    )
-    report = run_job(config, LineReporter(io.StringIO()))
-    store = Store(path / "store")
-    with Arena(placed_bytes(report.manifest)).acquire(store, report.manifest.id) as context:
-        runner = ModelRunner(resolve_model(model))
-        yield Kept(context, runner)
-        runner.close()
-
-
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
-    yield from serve(tmp_path_factory.mktemp("llama"))
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from serve(tmp_path_factory.mktemp("llama"), "llama", METHODS, dense_layers=AUTO, head_dim=16)
 
 
-KINDS = {"plain": ("llama", {}), "rows in 8 bits": ("llama", {"rows": "int8"})} | {
-    kind: LAYER_KINDS[kind] for kind in ("windows", "sinks", "experts", "caps")
+KINDS: dict[str, Any] = {
+    "plain": {"kind": "llama", "head_dim": 16},
+    "rows in 8 bits": {"kind": "llama", "head_dim": 16, "rows": "int8"},
+    **{kind: {"kind": kind} for kind in ("windows", "sinks", "experts", "caps")},
 }
 
 
 @pytest.fixture(
     scope="module", params=["plain", "rows in 8 bits", "windows", *nightly("sinks", "experts", "caps")]
 )
-def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
-    family, settings = KINDS[request.param]
-    yield from serve(tmp_path_factory.mktemp("kind"), family, **settings)
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = tmp_path_factory.mktemp("kind")
+    yield from serve(path, methods=METHODS, dense_layers=AUTO, **KINDS[request.param])
 
 
 def decode(
-    kept: Kept, method: str, sampler: Sampler, drafts: Sequence[int] | None = None
+    kept: Served, method: str, sampler: Sampler, drafts: Sequence[int] | None = None
 ) -> tuple[list[int], Session]:
     """Tokens behind the prompt; drafts: of how many tokens, in turn."""
     session, said = kept.start(method), []
@@ -111,7 +72,7 @@ def decode(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_tokens_keys_and_values_are_those_of_full_bit_by_bit(
-    kept: Kept, request: pytest.FixtureRequest, temperature: float
+    kept: Served, request: pytest.FixtureRequest, temperature: float
 ) -> None:
     samplers = [Sampler(SamplingParameters(temperature=temperature, seed=4)) for _ in range(2)]
     expected, full = decode(kept, "full", samplers[0])
@@ -127,7 +88,7 @@ def test_tokens_keys_and_values_are_those_of_full_bit_by_bit(
             assert torch.equal(others, own)
 
 
-def ask(kept: Kept, orders: Sequence[Order]) -> list[dict[int, tuple[list[int], list[TokenLogprob], Ends]]]:
+def ask(kept: Served, orders: Sequence[Order]) -> list[dict[int, tuple[list[int], list[TokenLogprob], Ends]]]:
     """Tokens, log probabilities and end of every answer to orders that are asked at once."""
     engine: Engine[Session] = Engine(kept.runner, max_sessions=16)
     told: list[list[Event]] = [[] for _ in orders]
@@ -189,7 +150,7 @@ WISHES = {
 
 
 @pytest.mark.parametrize("wish", WISHES)
-def test_requests_get_what_they_get_by_full(llama: Kept, wish: str) -> None:
+def test_requests_get_what_they_get_by_full(llama: Served, wish: str) -> None:
     order = WISHES[wish]
     [[full], [exact]] = ([ask(llama, [replace(order, method=name)])[0]] for name in ("full", "exact"))
     assert full.keys() == exact.keys()
@@ -204,7 +165,7 @@ def test_requests_get_what_they_get_by_full(llama: Kept, wish: str) -> None:
             assert own_end.times.decode_steps == len(tokens) - 1 - own_end.figures["accepted"]
 
 
-def test_sessions_with_drafts_step_beside_others(llama: Kept) -> None:
+def test_sessions_with_drafts_step_beside_others(llama: Served) -> None:
     names = ["exact", "full", "exact", "refined", "exact"]
     orders = [Order(method=name, max_tokens=40 + number) for number, name in enumerate(names)]
     alone = [ask(llama, [order])[0][0][0] for order in orders]
@@ -216,7 +177,7 @@ def test_sessions_with_drafts_step_beside_others(llama: Kept) -> None:
     )
 
 
-def test_a_failing_draft_costs_no_answer(llama: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_draft_costs_no_answer(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     [[expected]] = [list(ask(llama, [Order(method="full")])[0].values())]
 
     def fail(*_: object) -> list[list[int]]:
@@ -227,7 +188,7 @@ def test_a_failing_draft_costs_no_answer(llama: Kept, monkeypatch: pytest.Monkey
     assert found[0] == expected[0]
 
 
-def test_a_prompt_on_no_context_is_drafted_for_from_its_own_text(llama: Kept) -> None:
+def test_a_prompt_on_no_context_is_drafted_for_from_its_own_text(llama: Served) -> None:
     nothing = llama.runner.no_context
     fitted = get_method("exact").on(nothing.manifest)
     assert fitted.drafting is None
@@ -240,7 +201,7 @@ def test_a_prompt_on_no_context_is_drafted_for_from_its_own_text(llama: Kept) ->
 def test_the_reader_says_what_it_says_by_full(tmp_path: Path, answers: int) -> None:
     """Greedy answers behind passages of the text that it has read, and of text that it has not."""
     text = source_text(())
-    for reader in serve_text(tmp_path, "reader", text[:8000]):
+    for reader in serve_text(tmp_path, "reader", METHODS, text[:8000], dense_layers=AUTO):
         ids = reader.runner.tokenizer.encode(text[:400_000])
         step = (len(ids) - 200) // answers
         prompts = [ids[number * step : number * step + 20 + number % 40] for number in range(answers)]

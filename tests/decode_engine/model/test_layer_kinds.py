@@ -1,17 +1,14 @@
-"""Models with layers of every kind, and prompts without a context beside streams."""
+"""Models with layers of every kind, sessions that begin with stored rows, prompts without a context beside streams."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.requests import Work
@@ -23,7 +20,6 @@ from decode_engine.model.unstored import check_decoding
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.orders.events import Says
 from decode_engine.orders.order import Order
-from index_store.cli.console import LineReporter
 from index_store.errors import InvalidArgumentError
 from index_store.memory.arena import Arena
 from index_store.memory.context_loading import placed_bytes
@@ -31,63 +27,24 @@ from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.method import Method
-from index_store.methods.presets import METHODS
+from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import load_model, resolve_model
-from index_store.store.catalog import Store
-from prefill_worker.config import PrefillConfig
-from prefill_worker.jobs.job import run_job
 from tests.decode_engine.engine.fake_runner import Stream
 from tests.support.devices import nightly
 from tests.support.layers import ALL_METHODS, with_everything
-from tests.support.models import LAYER_KINDS, write_model_folder
+from tests.support.models import LAYER_KINDS, generated, write_model_folder
+from tests.support.serving.served import Served, serving
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 4
 PROMPT = [70, 71, 72, 73, 74]
 NEW_TOKENS = 12
 
 
-@dataclass(frozen=True)
-class Kept:
-    folder: Path
-    store: Store
-    context: ResidentContext
-    runner: ModelRunner
+def serve(path: Path, kind: str, methods: tuple[str, ...]) -> AbstractContextManager[Served]:
+    return serving(path, kind, methods, TEXT, dense_layers="none")
 
 
-@contextmanager
-def serve(path: Path, kind: str, methods: tuple[str, ...]) -> Iterator[Kept]:
-    family, settings = LAYER_KINDS[kind]
-    folder = write_model_folder(path / "model", family, layers=3, **settings)
-    (path / "text").write_text(TEXT)
-    config = PrefillConfig(
-        model=str(folder),
-        store=path / "store",
-        input=(path / "text",),
-        method=methods,
-        chunk=100,
-        dense_layers="none",
-    )
-    manifest = run_job(config, LineReporter(io.StringIO())).manifest
-    store = Store(path / "store")
-    with Arena(2**30).acquire(store, manifest.id) as context:
-        yield Kept(folder, store, context, ModelRunner(resolve_model(str(folder))))
-
-
-def expected_tokens(folder: Path, ids: list[int]) -> list[int]:
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
-    )
-    found = model.generate(
-        torch.tensor([ids]),
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-    )
-    return found[0, len(ids) :].tolist()  # type: ignore[no-any-return]
-
-
-def greedy(kept: Kept, method: Method, prompts: list[list[int]], again: int = 0) -> list[int]:
+def greedy(kept: Served, method: Method, prompts: list[list[int]], again: int = 0) -> list[int]:
     session = kept.runner.start(kept.context, method.on(kept.context.manifest), again=again)
     for prompt in filter(None, prompts):
         logits = kept.runner.read([session], [prompt])[0]
@@ -98,25 +55,25 @@ def greedy(kept: Kept, method: Method, prompts: list[list[int]], again: int = 0)
 
 
 @pytest.fixture(scope="module", params=LAYER_KINDS)
-def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serve(tmp_path_factory.mktemp("kind"), request.param, (DEFAULT_METHOD, "csattention")) as found:
         yield found
 
 
-def test_tokens_are_those_of_generate(kept: Kept) -> None:
+def test_tokens_are_those_of_generate(kept: Served) -> None:
     """Over a context longer than the window, with a prompt in one piece or two, and a budget of all keys."""
-    wanted = expected_tokens(kept.folder, [*kept.context.tokens().tolist(), *PROMPT])
+    wanted = generated(kept.folder, [*kept.context.tokens().tolist(), *PROMPT], NEW_TOKENS)
     assert len(set(wanted)) > 3
     assert greedy(kept, METHODS["full"], [PROMPT]) == wanted
     assert greedy(kept, METHODS["full"], [PROMPT[:2], PROMPT[2:]]) == wanted
     assert greedy(kept, with_everything(METHODS[DEFAULT_METHOD]), [PROMPT]) == wanted
 
 
-def test_prompts_without_a_context_are_answered_as_by_generate(kept: Kept) -> None:
+def test_prompts_without_a_context_are_answered_as_by_generate(kept: Served) -> None:
     """In one piece or several, alone or beside others, shorter than the window or longer."""
     runner = kept.runner
     prompts = [list(TEXT.encode())[:length] for length in (1, 20, 61)]
-    wanted = [expected_tokens(kept.folder, ids) for ids in prompts]
+    wanted = [generated(kept.folder, ids, NEW_TOKENS) for ids in prompts]
     bare = replace(kept, context=runner.no_context)
     for ids, expected in zip(prompts, wanted, strict=True):
         assert greedy(bare, METHODS["full"], [ids[:7], ids[7:30], ids[30:]]) == expected
@@ -130,14 +87,14 @@ def test_prompts_without_a_context_are_answered_as_by_generate(kept: Kept) -> No
     assert tokens == wanted
 
 
-def test_a_context_with_nothing_behind_it_is_answered(kept: Kept) -> None:
+def test_a_context_with_nothing_behind_it_is_answered(kept: Served) -> None:
     """Its last token is read again, by full attention and by methods that search."""
     ids = kept.context.tokens().tolist()
     if kept.context.manifest.model.states is not None:  # behind which it cannot be read again
         with pytest.raises(InvalidArgumentError, match="give a token that follows it"):
             greedy(kept, METHODS["full"], [ids[-1:]], again=1)
         return
-    wanted = expected_tokens(kept.folder, ids)
+    wanted = generated(kept.folder, ids, NEW_TOKENS)
     for name in ("full", DEFAULT_METHOD, "csattention"):
         method = METHODS[name]
         method = with_everything(method) if method.sparse else method
@@ -190,7 +147,7 @@ def test_windows_take_their_share_of_memory_and_stay_on_the_device(tmp_path: Pat
         needed = placed_bytes(manifest, cpu, Placement.HYBRID)
         arena = Arena(MemoryBytes(2**30, 2**30), device=cpu, placement=Placement.HYBRID)
         with arena.acquire(kept.store, manifest.id) as beside:
-            beside.wait_for_layers()
+            beside.gate.wait_for_all()
             assert arena.stats().used == needed
             for layer in range(3):
                 assert torch.equal(beside.kv(layer), kept.context.kv(layer))
@@ -272,6 +229,29 @@ def test_streams_get_a_token_after_every_chunk_of_it(tmp_path: Path) -> None:
         engine.step()
     # A turn reads one chunk, and one or two tokens of the answer come with the turn that ends the prompt.
     assert engine.stats().steps <= 2 + -(-len(prompt) // (CHUNK // 2)) + 24
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    wanted = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)
-    assert found == wanted[0, len(prompt) :].tolist()
+    assert found == generated(folder, prompt, 24)
+
+
+CONTINUED = ("full", "csattention", "csattention-paper", "multipole-tree")
+
+
+@pytest.mark.parametrize("kind", ["windows", "sinks", *nightly("windows only")])
+def test_a_restored_session_goes_on_as_the_one_before(tmp_path: Path, kind: str) -> None:
+    """Bit for bit, whatever pieces the rows come in, also where windows have passed the first of them."""
+    with serve(tmp_path, kind, CONTINUED[1:]) as kept:
+        runner, context = kept.runner, kept.context
+        tokens = runner.tokenizer.encode("\nQuestion: who lit it?\nAnswer: the keeper of the harbour " * 2)
+        for name in CONTINUED:
+            options = "" if name == "full" else "@append_block=16@recent=16"
+            fitted = get_method(name + options).on(context.manifest)
+            first, again = (runner.start(context, fitted) for _ in range(2))
+            for start in range(0, len(tokens), 10):
+                runner.read([first], [tokens[start : start + 10]])
+            rows = [layer.clone() for layer in first.tail_rows()]
+            for start, end in ((0, 1), (1, 17), (17, 40), (40, len(tokens))):
+                runner.restore(again, [layer[:, start:end] for layer in rows])
+            assert again.position == first.position
+            for token in tokens[:10]:
+                expected = runner.forward([first], [[token]])[0]
+                assert runner.forward([again], [[token]])[0].equal(expected), (kind, name)
+            assert all(a.equal(b) for a, b in zip(again.tail_rows(), first.tail_rows(), strict=True))

@@ -1,4 +1,4 @@
-"""What the first rank says, another one does: the same sessions, at the same positions, in the same order."""
+"""A model that several ranks share: which ones can be divided, and that another rank does what the first one says."""
 
 from __future__ import annotations
 
@@ -7,37 +7,34 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from decode_engine.core.rank_process import Follower
 from decode_engine.engine.sampler import Sampler
 from decode_engine.layers.session import Session
-from decode_engine.model.ranks import (
-    CapturedStep,
-    CatchUp,
-    Follower,
-    Layer,
-    Leader,
-    Line,
-    Pass,
-    places_of,
-)
+from decode_engine.model.divided_model import check_division
+from decode_engine.model.ranks import CapturedStep, CatchUp, Layer, Leader, Line, Pass, places_of
 from decode_engine.model.unstored import no_context
 from index_store.errors import (
     ContextNotFoundError,
     InvalidArgumentError,
     MemoryBudgetError,
+    ModelUnsupportedError,
     SparseKVError,
 )
 from index_store.memory.arena import Arena
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 from index_store.methods.presets import METHODS, get_method
+from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store
 from index_store.store.heads_part import HeadsPart
+from tests.support.models import FAMILIES, LAYER_KINDS, write_model_folder
 from tests.support.tiny_model import IDENTITY
 
 
@@ -155,7 +152,7 @@ def two() -> Iterator[Two]:
 
 
 def forward(sessions: Sequence[Session], ids: list[list[int]], between: bool) -> Pass:
-    return Pass(places_of(sessions), ids, False, True, False, False, False, between)
+    return Pass(places_of(sessions), ids, False, {"exact": True}, between)
 
 
 def test_sessions_are_where_the_first_rank_has_them(two: Two) -> None:
@@ -234,3 +231,36 @@ def test_a_method_that_cannot_be_told_is_refused(two: Two) -> None:
     session = Session(two.runner.no_context, fitted)
     with pytest.raises(InvalidArgumentError, match="cannot be told"):
         two.leader.begin(session, fitted, 0)
+
+
+def check(folder: Path, family: str, settings: dict[str, object], ranks: int = 2) -> None:
+    """Of a model without weights."""
+    write_model_folder(folder, family, layers=3, **settings)  # type: ignore[arg-type]
+    for each in folder.glob("*.safetensors"):
+        each.write_bytes(b"")
+    check_division(resolve_model(str(folder)), ranks)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_can_be_divided_is_not_refused(tmp_path: Path, family: str) -> None:
+    check(tmp_path / "model", family, {})
+
+
+def test_heads_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="2 KV heads cannot be divided among 3 GPUs"):
+        check(tmp_path / "model", "llama", {}, ranks=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("states", "has states"),
+        ("experts", "its layer model.layers.0.mlp.experts"),
+        ("latents", "cannot be divided"),
+        ("learnt index", "has an index of its own"),
+    ],
+)
+def test_what_is_not_divided_is_refused_by_its_name(tmp_path: Path, kind: str, said: str) -> None:
+    family, settings = LAYER_KINDS[kind]
+    with pytest.raises((InvalidArgumentError, ModelUnsupportedError), match=said):
+        check(tmp_path / "model", family, dict(settings))

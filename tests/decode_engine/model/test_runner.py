@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.layers.dense_layer import DenseLayer
@@ -31,7 +31,7 @@ from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import resolve_model
 from index_store.selection.budgets import Ratio
 from tests.support.layers import with_budget, with_everything
-from tests.support.models import write_model_folder
+from tests.support.models import generated, write_model_folder
 from tests.support.serving.served import PROMPT, TEXT, Served, serve
 
 
@@ -71,15 +71,11 @@ def test_loading_says_how_far_hashing_has_come(tmp_path: Path, monkeypatch: pyte
 
 def test_full_equals_transformers_generate_token_by_token(served: Served) -> None:
     tokenizer = AutoTokenizer.from_pretrained(served.folder)
-    model = AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32).eval()
-    ids = tokenizer(TEXT + PROMPT, add_special_tokens=False, return_tensors="pt").input_ids
-    with torch.inference_mode():
-        own = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=1)
-    expected = own[0, ids.shape[1] :].tolist()
+    ids = tokenizer(TEXT + PROMPT, add_special_tokens=False).input_ids
+    expected = generated(served.folder, ids, 20)
     session = served.start(METHODS["full"])
     assert session.position == served.context.manifest.token_count
-    prompt = ids[0, session.position :].tolist()
-    assert greedy(served.runner, session, prompt, 20) == expected
+    assert greedy(served.runner, session, ids[session.position :], 20) == expected
     assert len(set(expected)) > 3  # a constant continuation would prove little
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.unstored import unstored_manifest
@@ -48,7 +48,7 @@ from prefill_worker.jobs.job import carry_out
 from prefill_worker.reading.capture import Capture
 from prefill_worker.reading.prefill import run_context
 from prefill_worker.reading.query_sample import plan_sample
-from tests.support.models import LAYER_KINDS, write_model_folder, write_tokenizer
+from tests.support.models import LAYER_KINDS, generated, write_model_folder, write_tokenizer
 from tests.support.ways import QUIET, WAYS, Served, served
 
 TEXT = torch.randint(3, 259, (300,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -67,17 +67,7 @@ def own(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     path = tmp_path_factory.mktemp("states")
     family, settings = LAYER_KINDS[request.param]
     folder = write_model_folder(path / "model", family, layers=3, **settings)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
-    )
-    ids = [*TEXT, *PROMPT]
-    answer = model.generate(
-        torch.tensor([ids]),
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-    )[0, len(ids) :].tolist()
+    answer = generated(folder, [*TEXT, *PROMPT], NEW_TOKENS)
     assert len(set(answer)) > 4
     with served(folder, path / "store", TEXT, chunk=70) as found:
         yield found, answer
@@ -138,8 +128,6 @@ def test_a_reading_that_was_interrupted_ends_as_one_in_one_go(
     assert at == 180
     run_context(loaded.model, second, TEXT, 90, first=at)
     expected, again = (capture.packed_state(torch.bfloat16) for capture in (whole, second))
-    assert expected is not None
-    assert again is not None
     assert torch.equal(again, expected)
     marks = zip(second.marked_states(), whole.marked_states(), strict=True)
     assert [torch.equal(one, other) for one, other in marks] == [True] * 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,13 +18,11 @@ from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.config import ServeConfig
 from index_store.methods.presets import METHODS
 from index_store.models.resolve import resolve_model
-from prefill_worker.config import WorkerConfig
-from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import CALLING, Library, make_library
 from tests.support.models import write_model_folder
 from tests.support.serving.door_beside import door_beside
 from tests.support.serving.front import both_of
-from tests.support.serving.service import wait_until
+from tests.support.serving.service import loaded, wait_until
 
 ABSENT = "0" * 64
 READER_TEXT = (
@@ -66,29 +63,26 @@ def _reach(
 
 @contextmanager
 def _serve(library: Library, names: dict[str, str], reach: Reach, **changes: object) -> Iterator[Service]:
-    worker = QueueWorker(WorkerConfig(store=library.store, model=str(library.model), chunk=100, device="cpu"))
+    worker = library.worker(chunk=100)
 
     def work() -> None:
         while worker.work_once():
             pass
 
     config = library.config(**changes)
-    with ExitStack() as stack:
-        server = stack.enter_context(DecodeServer(config))
-        server.load()
-        address, url = stack.enter_context(reach(server, config))
-        channel = stack.enter_context(grpc.insecure_channel(address))
-        web = stack.enter_context(httpx.Client(base_url=url, timeout=600))
+    with (
+        loaded(config) as server,
+        reach(server, config) as (address, url),
+        grpc.insecure_channel(address) as channel,
+        httpx.Client(base_url=url, timeout=600) as web,
+    ):
         yield Service(channel, web, {"absent": ABSENT, **names}, work)
 
 
 @contextmanager
 def _toy(folder: Path, reach: Reach) -> Iterator[Service]:
     """A model whose template has tools, and contexts of every state."""
-    library = make_library(folder)
-    settings = json.loads((library.model / "tokenizer_config.json").read_text())
-    settings["chat_template"] = CALLING
-    (library.model / "tokenizer_config.json").write_text(json.dumps(settings))
+    library = make_library(folder, chat_template=CALLING)
     names = {
         "lamp": library.prefill("lamp", method=("csattention", "csattention-paper")),
         "shelf": library.prefill("shelf", method=tuple(METHODS)),
@@ -100,10 +94,7 @@ def _toy(folder: Path, reach: Reach) -> Iterator[Service]:
         ),
         "half": library.prefill("half", dtype="float16"),
     }
-    chunk = library.chunk(names["damaged"])
-    content = bytearray(chunk.read_bytes())
-    content[100] ^= 1
-    chunk.write_bytes(content)
+    library.damage(names["damaged"])
     (library.store / "contexts" / names["unreadable"] / "manifest.json").write_text("{")
     with _serve(library, names, reach) as service:
         late = service.names["late"] = library.prefill("late", ttl="1s")

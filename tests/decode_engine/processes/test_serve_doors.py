@@ -33,7 +33,7 @@ from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel
 from index_store.errors import SparseKVError
 from tests.decode_engine.conftest import Library
-from tests.decode_engine.rpc.turns.test_stopping import IN_TIME_S, Server, Streams, serving
+from tests.support.serving.serve_process import IN_TIME_S, Server, Streams, serving
 
 ENGINE, DOOR = b"engine_process", b"door_process"
 

@@ -17,8 +17,8 @@ from index_store.cli.traces import open_traces, trace_id
 from index_store.errors import InvalidArgumentError
 from sparsekv.v1 import generation_pb2, generation_pb2_grpc
 from tests.decode_engine.conftest import make_library
-from tests.decode_engine.rpc.turns.test_stopping import Server, serving
 from tests.support.serving.collector import Collector, Told, collecting
+from tests.support.serving.serve_process import Server, serving
 from tests.support.serving.service import wait_until
 
 SERVER, CONSUMER = 2, 5

@@ -354,7 +354,7 @@ def test_bytes_per_token_are_those_that_more_keys_take(case: Case) -> None:
     keys, sample, _ = data()
     more = torch.cat([keys, keys, keys], dim=1)
     taken = build(case, more, sample).nbytes - build(case, keys, sample).nbytes
-    expected = case.kind.bytes_per_token(case.parameters, DIM)
+    expected = case.kind.parameters_type.parse(case.parameters).bytes_per_token(DIM)
     assert taken / (2 * HEADS * KEYS) == pytest.approx(expected, rel=0.05)
 
 

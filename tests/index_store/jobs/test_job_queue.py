@@ -177,7 +177,7 @@ def test_a_cancelled_job_ends_at_once_or_with_its_worker(queue: JobQueue) -> Non
     with queue.claim() as claim:
         queue.cancel(held.id)
         assert queue.get(held.id).open
-        assert claim.unwanted()
+        assert claim.unwanted
         with pytest.raises(JobUnfinishedError):
             queue.remove(held.id)
         claim.end(queue.cancelled(claim.record))
@@ -243,7 +243,7 @@ def test_messages_travel_with_their_tokens(queue: JobQueue) -> None:
     job = queue.add(replace(plain, order=order), ids(), kept)
     with queue.claim() as claim:
         assert claim.conversation() == kept
-        (claim.folder / "conversation").write_bytes(b"{}")
+        (claim.path / "conversation").write_bytes(b"{}")
         with pytest.raises(JobCorruptError, match="not what was written"):
             claim.conversation()
         claim.end(queue.cancelled(claim.record))

@@ -82,7 +82,7 @@ def test_contents(store: Store, dtype: str) -> None:
             entry.nbytes for entry in context.manifest.arrays if entry.path not in ("tokens", "queries")
         )
         assert resident.nbytes == arrays + 37 * 8
-        assert resident.nbytes <= arena.stats().used_bytes == resident_bytes(context.manifest)
+        assert resident.nbytes <= arena.stats().used.total == resident_bytes(context.manifest)
 
 
 def test_the_machine_refuses_memory() -> None:
@@ -256,11 +256,11 @@ def test_the_next_lease_has_the_index(stored: Store, context: SyntheticContext) 
             index = after.index("more", 2)
             assert torch.equal(index.stored["a"], arrays["index/more/a"][2])  # type: ignore[attr-defined]
             assert torch.equal(before.kv(1), after.kv(1))
-            assert arena.stats().used_bytes == size + larger
+            assert arena.stats().used.total == size + larger
             assert arena.ids() == [context.id]
         assert arena.stats().leases == 1
     stats = arena.stats()
-    assert (stats.contexts, stats.loads, stats.used_bytes) == (1, 2, larger)
+    assert (stats.contexts, stats.loads, stats.used.total) == (1, 2, larger)
 
 
 def test_what_is_not_in_use_goes_first(stored: Store, context: SyntheticContext) -> None:
@@ -270,7 +270,7 @@ def test_what_is_not_in_use_goes_first(stored: Store, context: SyntheticContext)
     added, _ = add_index(stored, context.manifest)
     with arena.acquire(stored, context.id) as resident:
         assert resident.manifest == added
-    assert arena.stats().used_bytes == resident_bytes(added)
+    assert arena.stats().used.total == resident_bytes(added)
 
 
 def test_another_name_loads_nothing(stored: Store, context: SyntheticContext) -> None:
@@ -307,7 +307,7 @@ def test_where_both_do_not_fit_the_new_one_waits_for_the_old_one(
         assert not came.is_set()
     assert came.wait(60)
     waiting.join()
-    assert arena.stats().used_bytes == resident_bytes(added)
+    assert arena.stats().used.total == resident_bytes(added)
 
 
 def test_dropping_frees_every_place_of_a_context(stored: Store, context: SyntheticContext) -> None:
@@ -316,11 +316,11 @@ def test_dropping_frees_every_place_of_a_context(stored: Store, context: Synthet
         add_index(stored, context.manifest)
         with arena.acquire(stored, context.id):
             assert not arena.drop(context.id)
-    assert arena.stats().used_bytes == 0
+    assert arena.stats().used.total == 0
     with arena.acquire(stored, context.id):
         pass
     assert arena.drop(context.id)
-    assert arena.stats().used_bytes == 0
+    assert arena.stats().used.total == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -335,7 +335,7 @@ def test_contents_on_a_device(
     needed = resident_bytes(context.manifest, device)
     arena = Arena(needed, kinds=KINDS, device=device)
     with arena.acquire(store, context.id) as resident:
-        assert arena.stats().used_bytes == needed
+        assert arena.stats().used.total == needed
         assert arena.stats().page_locked_bytes == 0
         assert resident.device.type == device.type
         check_contents(resident, context, device, device)

@@ -38,7 +38,7 @@ def test_a_part_is_loaded_as_a_context_of_fewer_heads(
     needed = placed_bytes(part.manifest(manifest)).host
     assert needed < 0.6 * placed_bytes(manifest).host
     with Arena(needed, kinds=KINDS, part=part).acquire(store, made.id) as context:
-        context.wait_for_layers()
+        context.gate.wait_for_all()
         assert (context.manifest.id, context.manifest.model.kv_heads) == (made.id, 2)
         assert context.manifest.model.query_heads == 4
         assert torch.equal(context.tokens(), made.tokens)
@@ -61,7 +61,7 @@ def test_damage_of_a_head_is_found_by_the_part_that_has_it(store: Store, made: S
             pytest.raises(ContextCorruptError) if damaged else nullcontext(),
             arena.acquire(store, made.id) as context,
         ):
-            context.wait_for_layers()
+            context.gate.wait_for_all()
 
 
 def test_heads_that_cannot_be_divided_are_refused(made: SyntheticContext) -> None:

@@ -91,7 +91,7 @@ def test_what_each_term_is_worth() -> None:
     summaries = summarise_keys_reference(clusters[0].centroids, *of_keys, clusters[1], 0.25, 2)
     covariances = covary_members_reference(*of_keys, clusters[1]).covariances
     dipoles = mix_dipoles_reference(summaries.logits, covariances, 2, 1)
-    nothing = replace(summaries, values=torch.zeros_like(summaries.values))
+    nothing = summaries._replace(values=torch.zeros_like(summaries.values))
     both, only = (
         squared_error(
             attend_summaries_reference(wide_query, clusters[0], found, dipoles, 0.25)[0].squeeze(2), expected
@@ -240,8 +240,7 @@ def test_empty_clusters_count_for_nothing() -> None:
     key[:, :, 20:] = key[:, :, :20]  # twice the same: seeds may coincide, and clusters stay empty
     wide = [x.unsqueeze(2).requires_grad_() for x in (query, key, value)]
     own = find_clusters_reference(wide[1], 6, 8.0, 1, 0)
-    empty = replace(
-        own,
+    empty = own._replace(
         members=torch.cat([own.members, own.members[:, :1]], dim=1),
         counts=torch.cat([own.counts, own.counts[:, :1] * 0], dim=1),
         centroids=torch.cat([own.centroids, own.centroids[:, :1] * 0], dim=1),
@@ -328,10 +327,10 @@ def test_kernels_read_in_blocks(dtype: torch.dtype) -> None:
 
 
 def held_bytes(kept: object) -> int:
-    """Memory of all tensors in what is kept, in lists, dictionaries and dataclasses."""
+    """Memory of all tensors in what is kept, in tuples, lists, dictionaries and dataclasses."""
     if isinstance(kept, Tensor):
         return kept.nbytes
-    if isinstance(kept, list | dict):
+    if isinstance(kept, tuple | list | dict):
         return sum(map(held_bytes, kept.values() if isinstance(kept, dict) else kept))
     if is_dataclass(kept):
         return sum(held_bytes(getattr(kept, field.name)) for field in fields(kept))

@@ -406,7 +406,7 @@ def killed_at(queue: JobQueue, tokens: int, layers: int = 0) -> JobRecord:
     """What a worker leaves that takes the job, comes so far, and is killed."""
     with queue.claim() as claim:
         claim.write(replace(claim.record, attempts=claim.record.attempts + 1, progress=JobProgress()))
-        reporter = JobProgressWriter(claim, claim.folder / "context", clock_s=lambda: 1e9)
+        reporter = JobProgressWriter(claim, claim.path / "context", clock_s=lambda: 1e9)
         with reporter.phase("prefill", "tokens") as update:
             update(tokens, tokens)
         if layers:

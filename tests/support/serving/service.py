@@ -10,12 +10,13 @@ import grpc
 import pytest
 from google.rpc.error_details_pb2 import ErrorInfo
 
+from decode_engine.rpc.client import Client, Summary
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.rpc.transport.status import error_info
 from decode_engine.settings.config import ServeConfig
 from tests.support.waiting import wait_until
 
-__all__ = ["ABSENT", "LONG", "fails", "leases", "loaded", "wait_until"]
+__all__ = ["ABSENT", "LONG", "answered", "fails", "leases", "loaded", "wait_until"]
 
 ABSENT = "contexts/" + "0" * 64
 
@@ -29,6 +30,13 @@ def loaded(config: ServeConfig, **options: Any) -> Iterator[DecodeServer]:
     with DecodeServer(config, **options) as server:
         server.load()
         yield server
+
+
+def answered(client: Client, context: str = "", **options: Any) -> tuple[list[int], Summary]:
+    """The tokens of an answer, and its summary."""
+    with client.generate(context, **options) as generation:
+        tokens = [token for piece in generation for token in piece.token_ids]
+    return tokens, generation.summary
 
 
 def leases(server: DecodeServer) -> int:

@@ -160,7 +160,6 @@ def test_what_dies_in_its_trial_is_refused_and_the_next_one_is_tried(
 def test_a_trial_reads_answers_also_where_many_files_are_open(trials: Trial) -> None:
     trials.check(Constraint("regex", "a"))
     process = trials._process
-    assert process.stdout is not None
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(before, 2048), most))
     try:
@@ -391,7 +390,6 @@ class Model:
         answer: Constraint | None = None,
     ) -> LLMatcher:
         syntax = self.tokenizer.call_syntax
-        assert syntax is not None
         constraint = call_constraint(
             syntax,
             tools,
@@ -416,7 +414,6 @@ class Model:
     def calls(self, text: str, *, forced: bool) -> tuple[str, list[tuple[str, str]]]:
         """What is said, and calls, as a client gets them."""
         syntax = self.tokenizer.call_syntax
-        assert syntax is not None
         reader = CallReader(syntax, forced=forced)
         said, parts = reader.push(text.replace("<|im_end|>", ""))
         found: list[list[str]] = []

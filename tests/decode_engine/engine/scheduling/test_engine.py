@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,9 @@ from tests.decode_engine.engine.fake_runner import (
     FakeEngine,
     FakeRunner,
     FakeSession,
+    Sessions,
     Stream,
+    Tokens,
     failure,
     make_client,
     results,
@@ -45,7 +47,6 @@ from tests.decode_engine.engine.scheduling.conftest import Clock
 def test_a_request_from_prompt_to_end(engine: FakeEngine, runner: FakeRunner) -> None:
     client = submit(engine, make_client("a", prompt=[7, 8, 9], max_tokens=3))
     run(engine, 2)
-    assert client.stream is not None
     *tokens, last = client.stream
     assert tokens == [Says(0, (10,)), Says(0, (11,)), Says(0, (12,))]
     assert isinstance(last, Ends)
@@ -61,7 +62,6 @@ def test_a_request_from_prompt_to_end(engine: FakeEngine, runner: FakeRunner) ->
 def test_end_tokens_are_reported(engine: FakeEngine) -> None:
     client = submit(engine, make_client("a", prompt=[3], max_tokens=9, end_ids=frozenset({5, 60})))
     run(engine, 3)
-    assert client.stream is not None
     first, second, last = client.stream
     assert (first, second) == (Says(0, (4,)), Says(0, (5,)))
     assert isinstance(last, Ends)
@@ -219,7 +219,6 @@ def test_the_prompt_is_read_once_and_every_answer_has_its_own_events() -> None:
     run(engine, 5)
     assert runner.calls[0] == (("a",), 3)
     assert [tokens for _, tokens in runner.calls[1:]] == [1] * 9, "with seeds every session steps alone"
-    assert client.stream is not None
     events = list(client.stream)
     for answer in range(3):
         said = [event for event in events if isinstance(event, Says) and event.answer == answer]
@@ -249,7 +248,6 @@ def test_answers_take_as_many_sessions_and_as_much_memory() -> None:
     assert (stats.session_bytes, stats.waiting) == (100, 1)
     run(engine, 8)
     for client in (several, one, small):
-        assert client.stream is not None
         assert isinstance(list(client.stream)[-1], Ends)
     with pytest.raises(InvalidArgumentError, match="n is 5, expected 1 to 4"):
         submit(engine, make_client("d", answers=5, sampling=COLD))
@@ -295,7 +293,6 @@ def test_log_probabilities_of_the_prompt_come_before_its_answer_whatever_its_pie
         prompt = [1, 2, 3, 9, 10]
         client = submit(engine, make_client("a", prompt=prompt, prompt_logprobs=True, sampling=sampling))
         run(engine, 12)
-        assert client.stream is not None
         first, says, *_ = client.stream
         assert isinstance(first, PromptRead)
         assert isinstance(says, Says)
@@ -318,20 +315,13 @@ class LoadingRunner(FakeRunner):
     meanwhile: Callable[[], None] = lambda: None
     waits: int = 0
 
-    def read(
-        self,
-        sessions: Sequence[FakeSession],
-        token_ids: Sequence[Sequence[int]],
-        *,
-        all_logits: bool = False,
-        between: Callable[[], None] = lambda: None,
-    ) -> list[Tensor]:
+    def read(self, sessions: Sessions, token_ids: Tokens, **how: Any) -> list[Tensor]:
         while self.loading & {session.name for session in sessions}:
             self.waits += 1
             assert self.waits < 50, "nobody ended the wait"
             self.meanwhile()
             self.engine.give_way()
-        return super().read(sessions, token_ids, all_logits=all_logits, between=between)
+        return super().read(sessions, token_ids, **how)
 
 
 def make_loading(max_sessions: int = 4) -> tuple[FakeEngine, LoadingRunner]:
@@ -584,9 +574,7 @@ def running(runner: FakeRunner) -> Iterator[FakeEngine]:
 
 
 def test_the_thread_streams_while_it_works(running: FakeEngine, runner: FakeRunner) -> None:
-    assert runner.gate is not None
     client = submit(running, make_client("a", max_tokens=3))
-    assert client.stream is not None
     events = iter(client.stream)
     for token in (1, 2, 3):
         runner.gate.release()
@@ -596,7 +584,6 @@ def test_the_thread_streams_while_it_works(running: FakeEngine, runner: FakeRunn
 
 
 def test_an_idle_thread_wakes_for_a_cancellation(running: FakeEngine, runner: FakeRunner) -> None:
-    assert runner.gate is not None
     client = submit(running, make_client("a", max_tokens=1000))
     client.stream.cancel()
     runner.gate.release(2)  # the step that was under way
@@ -616,10 +603,8 @@ def test_shutdown_lets_requests_finish_within_its_grace(runner: FakeRunner) -> N
 
 
 def test_shutdown_without_grace_ends_requests(running: FakeEngine, runner: FakeRunner) -> None:
-    assert runner.gate is not None
     place = running.reserve()
     client = submit(running, make_client("a", max_tokens=10**6))
-    assert client.stream is not None
     runner.gate.release()
     next(iter(client.stream))  # it was admitted
     stopper = threading.Thread(target=running.shutdown)

@@ -19,8 +19,10 @@ from tests.decode_engine.engine.fake_runner import (
     Client,
     FakeEngine,
     FakeRunner,
-    FakeSession,
+    Samplers,
+    Sessions,
     Stream,
+    Tokens,
     make_client,
     results,
     run,
@@ -59,7 +61,7 @@ class Flying:
     """A step in flight."""
 
     runner: FlyingRunner
-    sessions: Sequence[FakeSession]
+    sessions: Sessions
     tokens_fed: Sequence[int]
     samplers: Sequence[Sampler]
     done: int
@@ -85,8 +87,8 @@ class FlyingRunner(FakeRunner):
 
     def read(
         self,
-        sessions: Sequence[FakeSession],
-        token_ids: Sequence[Sequence[int]],
+        sessions: Sessions,
+        token_ids: Tokens,
         *,
         all_logits: bool = False,
         between: Callable[[], None] = lambda: None,
@@ -100,11 +102,7 @@ class FlyingRunner(FakeRunner):
         return found
 
     def launch(
-        self,
-        sessions: Sequence[FakeSession],
-        last_tokens: Sequence[int],
-        samplers: Sequence[Sampler],
-        drafts: Sequence[Sequence[int]] = (),
+        self, sessions: Sessions, last_tokens: Sequence[int], samplers: Samplers, drafts: Tokens = ()
     ) -> Step:
         self.steps.append(len(sessions))
         return Flying(self, sessions, last_tokens, samplers, self.device.give(STEP))

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +30,7 @@ from tests.decode_engine.gateway.recorded.clients import (
 )
 from tests.decode_engine.gateway.test_tools import made
 from tests.support.serving.front import both_of
+from tests.support.serving.serve_process import Server
 from tests.support.serving.service import loaded
 from tests.support.serving.workers import working
 
@@ -108,15 +104,10 @@ LATE_SYSTEMS = CALLING.replace("message.role != 'system'", "message.role != 'sys
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[HttpPort]:
     """In front of a model with tools, whose template says messages of a system wherever they stand."""
-    library = make_library(tmp_path_factory.mktemp("recorded"))
-    settings = json.loads((library.model / "tokenizer_config.json").read_text())
-    settings["chat_template"] = LATE_SYSTEMS
-    (library.model / "tokenizer_config.json").write_text(json.dumps(settings))
-    Store(library.store, create=True)
-    worker = QueueWorker(WorkerConfig(store=library.store, model=str(library.model), device="cpu"))
+    library = make_library(tmp_path_factory.mktemp("recorded"), chat_template=LATE_SYSTEMS)
     with (
         loaded(library.config()) as started,
-        working(worker),
+        working(library.worker()),
         both_of(started, pytestconfig) as (_, served),
     ):
         yield served
@@ -168,42 +159,24 @@ ROUTES: Any = {
 }
 
 
-@dataclass
 class Served:
     """A server of its own process, which can be stopped and started again at the same address."""
 
-    store: Path
-    port: int = 0
-    url: str = field(init=False)
+    def __init__(self, store: Path) -> None:
+        self.store = store
+        self._start(0)
 
-    def __post_init__(self) -> None:
-        self._start()
-
-    def _start(self) -> None:
-        command = [sys.executable, "-m", "decode_engine", "serve", "--store", str(self.store)]
-        command += [
-            "--model",
-            "reader",
-            "--prefill",
-            "--device",
-            "cpu",
-            "--no-warm-up",
-            "--method",
-            "context",
-        ]
-        command += ["--listen", "127.0.0.1:0", "--http-port", str(self.port), "--format", "json"]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ.copy())
-        self.url = json.loads(self._process.stdout.readline())["url"]
-        self.port = httpx.URL(self.url).port or 0
+    def _start(self, port: int) -> None:
+        options = ("--prefill", "--device", "cpu", "--no-warm-up", "--http-port", str(port))
+        self._server = Server(self.store, "reader", *options)
+        self.url = self._server.wait_until_served()["url"]
 
     def restart(self) -> None:
         self.stop()
-        self._start()
+        self._start(httpx.URL(self.url).port or 0)
 
     def stop(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.communicate(timeout=120)
-        assert self._process.returncode == 0
+        self._server.stop()
 
 
 @pytest.fixture(scope="module")

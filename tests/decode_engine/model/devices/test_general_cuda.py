@@ -1,4 +1,4 @@
-"""The general path on a GPU gives what it gives on a CPU: layers with every preset and budget, models, warm-up."""
+"""Attention on a CUDA device, fused and general, beside the CPU's."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from decode_engine.layers.figures import Figures
+from decode_engine.layers.partial_attention import attend_shared
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context, warm_method
 from index_store.indexes.classes import INDEX_CLASSES
-from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.query_tables.search_numba import TableReads, softmax_sum_rows
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import IndexSpec, Method
+from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.resolve import resolve_model
 from index_store.selection.top_k_numba import top_k
@@ -32,7 +31,7 @@ from tests.decode_engine.model.devices.test_explicit_devices import (
     some_context,
     some_tokens,
 )
-from tests.support.layers import build_search, small_spec
+from tests.support.layers import build_search, moved
 from tests.support.memory import copy_padded
 from tests.support.models import write_model_folder
 
@@ -48,25 +47,15 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("index_store.indexes.coarse_rows.index.on_host", lambda _: False)
 
 
-def on_gpu(spec: IndexSpec, index: LayerIndex, kv_HN2D: Tensor) -> LayerIndex:
-    """The same index over arrays in device memory."""
-    parameters = small_spec(spec).parameters if spec.stored else spec.parameters
-    arrays = {name: copy_padded(array, "cuda") for name, array in index.arrays().items()}
-    return INDEX_CLASSES[spec.kind].from_arrays(parameters, arrays, kv_HN2D)
-
-
 def check_layer(method: Method) -> None:
     kv_HN2D, inputs = some_context(), some_tokens()
     search = build_search(method, kv_HN2D, GROUP)
     expected, expected_seen = run_layer(SparseLayer(kv_HN2D, search, method, Figures()), inputs)
     kv_gpu = kv_HN2D.cuda()
-    assert method.index is not None
-    partition = None
-    if search.partition is not None and method.partition is not None:
-        partition = on_gpu(method.partition, search.partition, kv_gpu)
-    moved = LayerSearch(on_gpu(method.index, search.index, kv_gpu), partition, search.thresholds)
     queries, keys, values = (tensor.cuda() for tensor in inputs)
-    out, seen = run_layer(SparseLayer(kv_gpu, moved, method, Figures()), (queries, keys, values))
+    out, seen = run_layer(
+        SparseLayer(kv_gpu, moved(search, method, kv_gpu, "cuda"), method, Figures()), (queries, keys, values)
+    )
     assert out.is_cuda
     assert overlap(expected_seen, seen) > 0.97
     close = torch.isclose(out.cpu(), expected, rtol=1e-3, atol=1e-4).all(-1)
@@ -206,3 +195,19 @@ def test_kernels_over_long_contexts_take_bounded_memory() -> None:
 
 def test_every_method_is_warmed_up(runners: tuple[ModelRunner, ModelRunner]) -> None:
     assert all(warm_method(runners[1], method) for method in METHODS.values())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("keys", "positions", "group", "dim"),
+    [(700, 40, 4, 128), (9, 9, 1, 64), (33, 8, 8, 64), (20_000, 1600, 4, 128)],
+)
+def test_fused_states_equal_plain_ones(causal: bool, keys: int, positions: int, group: int, dim: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    made = torch.randn(2, positions, group, dim, generator=generator, device="cuda").bfloat16()
+    q_HTGD = made.float() * dim**-0.5
+    kv_HN2D = torch.randn(2, keys, 2, dim, generator=generator, device="cuda").bfloat16()
+    fused = attend_shared(q_HTGD, kv_HN2D, causal=causal)
+    plain = attend_shared(q_HTGD, kv_HN2D.float(), causal=causal)
+    torch.testing.assert_close(fused.out, plain.out, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(fused.lse, plain.lse, atol=1e-2, rtol=1e-2)

@@ -11,7 +11,6 @@ import pytest
 
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.contexts.defaults import default_method, supported_methods
-from decode_engine.rpc.server import DecodeServer
 from index_store.cli.console import LineReporter
 from index_store.errors import ContextCorruptError, InvalidArgumentError, MethodUnsupportedError
 from index_store.memory.arena import Arena
@@ -25,6 +24,7 @@ from prefill_worker.config import AddIndexConfig
 from prefill_worker.jobs.added_indexes import run_add_index
 from prefill_worker.jobs.children import _specs
 from tests.decode_engine.conftest import Library, make_library
+from tests.support.serving.service import loaded
 from tests.support.store import RETIRED_INDEXES, add_index
 
 METHOD_OF = {"product_codes": "pq", "coarse_codes": "refined-codes"}
@@ -59,9 +59,7 @@ def manifest(library: Library, retired: str) -> Manifest:
 
 def test_all_other_methods_are_served(library: Library, manifest: Manifest, retired: str) -> None:
     name = f"contexts/{manifest.id}"
-    server = DecodeServer(library.config())
-    server.load()
-    with server, Client(server.address) as client:
+    with loaded(library.config()) as server, Client(server.address) as client:
         shown = client.get_context(name)
         assert shown.default_method == "quest"
         for method in (None, "quest", "refined"):

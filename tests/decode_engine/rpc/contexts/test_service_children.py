@@ -20,23 +20,18 @@ from index_store.errors import (
 )
 from tests.decode_engine.conftest import TEXT, Library, make_library
 from tests.support.serving.front import grpc_of
-from tests.support.serving.service import leases, loaded, wait_until
+from tests.support.serving.service import answered, leases, loaded, wait_until
 
 MORE = "Every winter the harbour froze, and the keeper walked over the ice to the ships. "
 METHODS = ("csattention", "quest", "multipole")
 
 
 class Shelf:
-    """A store of its own with a server on it, and one context of all methods."""
+    """A store of its own, and one context of all methods."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
         self.root = "contexts/" + library.prefill("root", method=METHODS)
-
-    def served(self, **changes: object) -> DecodeServer:
-        server = DecodeServer(self.library.config(**changes))
-        server.load()
-        return server
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +41,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
 
 @pytest.fixture(scope="module")
 def running(shelf: Shelf) -> Iterator[DecodeServer]:
-    with shelf.served() as server:
+    with loaded(shelf.library.config()) as server:
         yield server
 
 
@@ -58,9 +53,7 @@ def client(running: DecodeServer, pytestconfig: pytest.Config) -> Iterator[Clien
 
 def ask(client: Client, context: str, text: str = MORE, **options: object) -> tuple[list[int], Summary]:
     """The tokens of an answer and its summary."""
-    with client.generate(context, text=text, **{"max_tokens": 8, **options}) as generation:  # type: ignore[arg-type]
-        tokens = [token for piece in generation for token in piece.token_ids]
-    return tokens, generation.summary
+    return answered(client, context, text=text, **{"max_tokens": 8, **options})
 
 
 def extend(client: Client, context: str, text: str = MORE, name: str = "") -> str:
@@ -154,10 +147,7 @@ def test_a_damaged_child_is_refused_and_its_parent_is_not(
     shelf: Shelf, client: Client, running: DecodeServer
 ) -> None:
     child = extend(client, shelf.root, MORE * 5)
-    chunk = shelf.library.chunk(child.removeprefix("contexts/"))
-    data = bytearray(chunk.read_bytes())
-    data[5] ^= 1
-    chunk.write_bytes(data)
+    shelf.library.damage(child.removeprefix("contexts/"))
     with pytest.raises(ContextCorruptError, match="crc32c"):
         ask(client, child)
     with Gateway("127.0.0.1:0", running.grpc) as gateway:

@@ -1,10 +1,15 @@
-"""Stored contexts over the real server: described, listed, warmed, deleted."""
+"""Stored contexts over the real server: described, listed, filtered, changed, warmed, deleted."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import grpc
@@ -12,17 +17,25 @@ import pytest
 
 from decode_engine.errors import CancelledError
 from decode_engine.rpc.client import Client
+from decode_engine.rpc.contexts.listing import fits
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.rpc.transport.status import error_info
 from index_store.errors import (
+    ContextBusyError,
+    ContextCorruptError,
     ContextNotFoundError,
+    FormatVersionError,
     MethodUnsupportedError,
+    NameTakenError,
     StoreUnavailableError,
 )
 from index_store.store.catalog import Store
+from index_store.store.clean_up import clean_up
+from index_store.store.listing import BrokenContext, Entry, state_of
 from sparsekv.v1 import context_pb2
 from tests.decode_engine.conftest import Library, Stubs
-from tests.support.serving.service import wait_until
+from tests.support.serving.service import fails, wait_until
+from tests.support.store import CREATED, synthetic_context
 
 
 def test_a_context_is_found_by_what_people_call_it(library: Library, client: Client, stubs: Stubs) -> None:
@@ -125,3 +138,130 @@ def test_an_index_that_is_added_is_served_by_the_next_request(library: Library, 
     earlier.cancel()
     with pytest.raises(CancelledError):
         list(pieces)
+
+
+def test_a_name_that_another_context_has_is_taken_by_wish_alone(library: Library, client: Client) -> None:
+    old, new = (
+        "contexts/" + library.prefill(name, text=f"{name}. " * 30) for name in ("edition 1", "edition 2")
+    )
+    client.update_context(old, display_name="the handbook")
+    with pytest.raises(NameTakenError, match="belongs to context"):
+        client.update_context(new, display_name="the handbook")
+    assert client.update_context(old, display_name="the handbook").name == old
+    assert client.find_context("the handbook").name == old
+    assert client.update_context(new, display_name="the handbook", move_name=True).name == new
+    assert client.find_context("the handbook").name == new
+    assert client.get_context(old).display_name.startswith("the handbook ")
+    for name in (old, new):
+        client.delete_context(name)
+
+
+def test_a_pinned_context_does_not_expire(library: Library, client: Client) -> None:
+    name = "contexts/" + library.prefill("pinned", ttl="1h")
+    passed = datetime(2020, 1, 1, tzinfo=UTC)
+    assert client.update_context(name, pinned=True, expire_time=passed).state == "READY"
+    store = Store(library.store)
+    assert not [item for item in clean_up(store, dry_run=True) if item.kind == "expired"]
+    with client.generate(name, text="The", max_tokens=2) as generation:
+        generation.read()
+    assert client.update_context(name, pinned=False).state == "EXPIRED"
+    assert [item.path.name for item in clean_up(store) if item.kind == "expired"] == [
+        name.removeprefix("contexts/")
+    ]
+    with pytest.raises(ContextNotFoundError):
+        client.update_context(name, pinned=True)
+
+
+def test_updates_at_once_all_take_effect(library: Library, client: Client, lamp: str) -> None:
+    def note(number: int) -> None:
+        client.update_context(lamp, labels={f"k{number}": str(number)})
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(note, range(16)))
+    assert client.get_context(lamp).labels == {f"k{number}": str(number) for number in range(16)}
+    client.update_context(lamp, labels={f"k{number}": None for number in range(16)})
+    assert not list(library.store.glob("contexts/.tmp-*"))
+
+
+def test_an_update_waits_for_no_job(
+    library: Library,
+    client: Client,
+    lamp: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nor does the client's library repeat it, three times after ten seconds each."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("decode_engine.rpc.context_service._BUSY_S", 0.1)
+    with (
+        Store(library.store).lock(lamp.removeprefix("contexts/")),
+        pytest.raises(
+            ContextBusyError, match=r"a job changes context .*; try again when it is done"
+        ) as caught,
+    ):
+        client.update_context(lamp, pinned=True)
+    wait_until(lambda: any(getattr(record, "rpc", "") == "UpdateContext" for record in caplog.records))
+    assert [getattr(record, "rpc", "") for record in caplog.records].count("UpdateContext") == 1
+    assert caught.value.retry_after_s == 10
+
+
+def test_lists_of_some_contexts_come_page_by_page(library: Library, client: Client, stubs: Stubs) -> None:
+    names = [f"contexts/{library.prefill(f'sorted{number}')}" for number in (2, 0, 1)]
+    for name in names:
+        client.update_context(name, labels={"kind": "sorted"})
+    found = list(client.list_contexts(1, labels={"kind": "sorted"}, state="READY", name_prefix="sort"))
+    assert [context.display_name for context in found] == ["sorted1", "sorted0", "sorted2"]
+    for wanted in ({"labels": {"kind": "other"}}, {"labels": {"sort": "kind"}}, {"name_prefix": "sorted3"}):
+        assert not list(client.list_contexts(**wanted)), wanted  # type: ignore[arg-type]
+    first = stubs.contexts.ListContexts(
+        context_pb2.ListContextsRequest(page_size=1, labels={"kind": "sorted"})
+    )
+    other = context_pb2.ListContextsRequest(page_size=1, page_token=first.next_page_token)
+    _, info, details = fails(lambda: [stubs.contexts.ListContexts(other)])
+    assert (info.metadata["field"], "of a list of other contexts" in details) == (
+        "page_token",
+        True,
+    )
+    for field, value in (("filter", "state = READY"), ("order_by", "display_name"), ("state", 9)):
+        wrong = context_pb2.ListContextsRequest(**{field: value})
+        _, info, details = fails(partial(stubs.contexts.ListContexts, wrong))
+        assert (info.metadata["field"], "expected " in details) == (field, True)
+    for name in names:
+        client.delete_context(name)
+
+
+def made(name: str, **changes: object) -> Entry:
+    return replace(synthetic_context(name=name).draft, **changes)  # type: ignore[arg-type]
+
+
+PAST = CREATED + timedelta(days=3)
+ENTRIES: Mapping[str, Entry] = {
+    "law": made("Tax law", labels={"team": "law", "year": "2026"}),
+    "novel": made("Tales", labels={"team": "arts"}),
+    "old": made("old", labels={"team": "law"}, expires_at=PAST),
+    "corrupt": BrokenContext("b" * 64, ContextCorruptError("damaged")),
+    "unsupported": BrokenContext("c" * 64, FormatVersionError("new")),
+    "unavailable": BrokenContext("d" * 64, StoreUnavailableError("away")),
+}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ({}, " ".join(ENTRIES)),
+        ({"name_prefix": "Ta"}, "law novel"),
+        ({"name_prefix": "ta"}, ""),
+        ({"labels": {"team": "law"}}, "law old"),
+        ({"labels": {"team": "law", "year": "2026"}}, "law"),
+        ({"labels": {"year": ""}}, ""),
+        ({"state": "READY"}, "law novel"),
+        ({"state": "EXPIRED", "labels": {"team": "law"}}, "old"),
+        ({"state": "CORRUPT"}, "corrupt"),
+        ({"state": "UNSUPPORTED"}, "unsupported"),
+        ({"state": "UNAVAILABLE"}, "unavailable"),
+    ],
+)
+def test_lists_hold_what_fits(wanted: Mapping[str, object], found: str) -> None:
+    request = context_pb2.ListContextsRequest(**wanted)  # type: ignore[arg-type]
+    states = {name: state_of(entry, expired=name == "old") for name, entry in ENTRIES.items()}
+    assert " ".join(name for name, entry in ENTRIES.items() if fits(entry, request, states[name])) == found

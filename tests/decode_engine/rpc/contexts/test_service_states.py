@@ -12,7 +12,7 @@ from index_store.store.catalog import Store
 from tests.decode_engine.conftest import Library
 from tests.support.models import LAYER_KINDS, write_model_folder
 from tests.support.serving.front import grpc_of
-from tests.support.serving.service import loaded
+from tests.support.serving.service import answered, loaded
 
 PROMPT = list(range(70, 78))
 
@@ -44,16 +44,13 @@ def client(library: Library, root: str, pytestconfig: pytest.Config) -> Iterator
 
 
 def answer(client: Client, context: str, **options: object) -> list[int]:
-    with client.generate(context, method="full", **options) as generation:  # type: ignore[arg-type]
-        return [token for piece in generation for token in piece.token_ids]
+    return answered(client, context, method="full", **options)[0]
 
 
 def kept_of(client: Client, context: str, prompt: list[int], **options: object) -> str:
     """The context that a session becomes; of its prompt alone where no tokens are wanted."""
     keep = Keep(prompt_only=options["max_tokens"] is None)
-    with client.generate(context, token_ids=prompt, method="full", keep=keep, **options) as generation:  # type: ignore[arg-type]
-        generation.read()
-    return generation.summary.kept_context
+    return answered(client, context, token_ids=prompt, method="full", keep=keep, **options)[1].kept_context
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -93,9 +90,8 @@ def test_a_stored_beginning_is_gone_on_from_where_a_token_follows_it(
         (PROMPT, len(ids)),
         ([], 0),
     ):  # where nothing follows, the last token is wanted again
-        with client.generate(token_ids=[*ids, *behind], method="full", max_tokens=12) as generation:
-            found = [token for piece in generation for token in piece.token_ids]
-        assert generation.summary.cached_tokens == cached
+        found, summary = answered(client, token_ids=[*ids, *behind], method="full", max_tokens=12)
+        assert summary.cached_tokens == cached
         if behind:
             assert found == answer(client, root, token_ids=behind, max_tokens=12)
             first = answer(client, root, token_ids=behind[:1], max_tokens=12)

@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 
 from decode_engine.rpc.client import Client
-from decode_engine.rpc.server import DecodeServer
 from index_store.errors import ContextExpiredError, ContextNotFoundError, SparseKVError
 from index_store.objects.bucket import Bucket
 from index_store.objects.courier import Courier
@@ -33,7 +32,7 @@ from index_store.store.catalog import Store
 from tests.decode_engine.conftest import Library, make_library
 from tests.index_store.objects.test_s3 import bucket, endpoint
 from tests.support.forking import start
-from tests.support.waiting import wait_until
+from tests.support.serving.service import loaded, wait_until
 
 __all__ = ["bucket", "endpoint"]  # fixtures
 
@@ -63,8 +62,7 @@ def write(library: Library, url: str, environment: Mapping[str, str], numbers: r
 def answer(library: Library, url: str, environment: Mapping[str, str]) -> None:
     """A server that says where it listens, until it is killed. Its memory holds a few contexts at a time."""
     os.environ.update(environment)
-    with DecodeServer(library.config(objects=url, memory=2**22)) as server:
-        server.load()
+    with loaded(library.config(objects=url, memory=2**22)) as server:
         place = library.store.parent / f"{library.store.name}.address"
         place.with_suffix(".new").write_text(server.address)
         place.with_suffix(".new").rename(place)
@@ -89,7 +87,6 @@ class Asked:
                 first_s = time.monotonic() - begun
                 said_all = ("" if said is None else said.text) + generation.read()
                 explanation = generation.summary.explanation
-            assert explanation is not None
             self.first_s.setdefault(explanation.tier, []).append(first_s)
             self.answers.setdefault(name, set()).add(said_all)
 
@@ -224,12 +221,10 @@ def compare(
     """All answers about a context are those of its writer's own store."""
     known: dict[str, str] = {}
     for site in writers:
-        with DecodeServer(at(site).config()) as server:
-            server.load()
-            with Client(server.address) as client:
-                for id_ in kept:
-                    with suppress(SparseKVError):  # the other writer made it
-                        known[id_] = client.generate(f"contexts/{id_}", **ASK).read()
+        with loaded(at(site).config()) as server, Client(server.address) as client:
+            for id_ in kept:
+                with suppress(SparseKVError):  # the other writer made it
+                    known[id_] = client.generate(f"contexts/{id_}", **ASK).read()
     assert known.keys() == set(kept)
     for id_ in kept:
         assert asked.answers[f"contexts/{id_}"] == {known[id_]}

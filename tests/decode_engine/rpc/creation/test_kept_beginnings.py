@@ -25,11 +25,9 @@ from index_store.methods.default import DEFAULT_METHOD
 from index_store.models.conversation.messages import Message, Role
 from index_store.store.catalog import Store
 from index_store.store.clean_up import KEPT_BEGINNING
-from prefill_worker.config import WorkerConfig
-from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import Library, make_library
-from tests.decode_engine.rpc.turns.test_stopping import Server
-from tests.support.serving.service import wait_until
+from tests.support.serving.serve_process import Server
+from tests.support.serving.service import answered, wait_until
 
 TOKENS = 512
 MOST_BYTES = 2**26
@@ -37,9 +35,7 @@ MOST_BYTES = 2**26
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Library:
-    library = make_library(tmp_path)
-    Store(library.store, create=True)
-    return library
+    return make_library(tmp_path)
 
 
 class Kept:
@@ -52,14 +48,13 @@ class Kept:
         self.client = Client(self.server.address)
         self.store = Store(shop.store)
         self.queue = JobQueue(shop.store)
-        self._worker = QueueWorker(WorkerConfig(store=shop.store, model=str(shop.model), device="cpu"))
+        self._worker = shop.worker()
 
     def ask(self, **prompt: Any) -> tuple[list[int], Summary]:
         """The answer, once what it makes of its beginning is queued."""
-        with self.client.generate(**{"max_tokens": 4, **prompt}) as generation:
-            tokens = [token for piece in generation for token in piece.token_ids]
+        found = answered(self.client, **{"max_tokens": 4, **prompt})
         self.server.backend.beginnings.settle()
-        return tokens, generation.summary
+        return found
 
     def work(self) -> int:
         """Has the worker do all that is queued; how many jobs there were."""
@@ -222,15 +217,16 @@ class Running:
     """`serve` as a process of its own, which makes what it keeps itself, so that it can be killed."""
 
     def __init__(self, shop: Library, *options: str) -> None:
-        self._server = Server(shop, "--no-warm-up", "--prefill", "--device", "cpu", *options)
+        self._server = Server(
+            shop.store, shop.model, "--no-warm-up", "--prefill", "--device", "cpu", *options
+        )
         self.client = Client(self._server.wait_until_served()["address"])
         wait_until(self.client.is_serving)
 
     def kill(self) -> None:
         """Ends it as no handler can notice."""
         self.client.close()
-        self._server.process.kill()
-        self._server.process.communicate()
+        self._server.kill()
         assert "Traceback" not in str((self._server.logs, self._server.other))
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from decode_engine.errors import CancelledError
-from decode_engine.rpc.client import NEVER, AsyncClient, Client, CreateOptions, Keep
+from decode_engine.rpc.client import NEVER, AsyncClient, Client, CreateOptions, Keep, OperationInfo
 from decode_engine.rpc.contexts.creation import _filled
 from decode_engine.rpc.server import DecodeServer
-from index_store.cli.console import LineReporter
+from index_store.cli.console import LineReporter, SilentReporter
 from index_store.errors import (
     ContextExpiredError,
     ContextNotFoundError,
@@ -31,28 +32,69 @@ from index_store.store.catalog import Store, utc_now
 from index_store.store.clean_up import clean_up
 from index_store.store.description.manifest import Manifest
 from prefill_worker.build.checkpoint import Checkpoint
-from prefill_worker.config import AddIndexConfig, DetachConfig
+from prefill_worker.config import AddIndexConfig, DetachConfig, PrefillConfig
 from prefill_worker.jobs.added_indexes import run_add_index
 from prefill_worker.jobs.children import run_detach
+from prefill_worker.jobs.job import run_job
 from prefill_worker.worker.queue_worker import QueueWorker
 from sparsekv.v1 import context_pb2
 from tests.decode_engine.conftest import Library, make_library
-from tests.decode_engine.rpc.creation.conftest import document, make_worker, names
-from tests.support.serving.service import loaded, wait_until
+from tests.support.serving.service import answered, loaded, wait_until
+from tests.support.serving.workers import working
+
+WORDS = "The keeper of the {} lighthouse counted ships and wrote them down. "
+
+
+def document(name: str, times: int = 6) -> str:
+    """A text that no other test has."""
+    return WORDS.format(name) * times
+
+
+def names(client: Client) -> set[str]:
+    return {context.name for context in client.list_contexts()}
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """A store of this module alone, with a toy model."""
+    library = make_library(tmp_path_factory.mktemp("shop"))
+    library.prefill("first")  # makes the store
+    return library
+
+
+@pytest.fixture(scope="module")
+def server(shop: Library) -> Iterator[DecodeServer]:
+    with loaded(shop.config()) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def worker(shop: Library) -> QueueWorker:
+    """Works when a test tells it to."""
+    return shop.worker(chunk=100)
+
+
+@pytest.fixture(name="working")
+def _working(worker: QueueWorker) -> Iterator[None]:
+    """The worker works beside the test."""
+    with working(worker):
+        yield
+
+
+def ordered(client: Client, worker: QueueWorker, *text: str, **options: Any) -> OperationInfo:
+    """An order that the worker has done."""
+    operation = client.create_context(*text, wait=False, **options)
+    worker.work_once()
+    return operation
 
 
 def test_it_is_the_context_that_a_job_on_the_machine_makes(
     client: Client, worker: QueueWorker, shop: Library
 ) -> None:
     text = document("same")
-    operation = client.create_context(text, wait=False)
-    worker.work_once()
+    operation = ordered(client, worker, text)
     path = shop.store.parent / "same.txt"
     path.write_text(text)
-    from index_store.cli.console import SilentReporter
-    from prefill_worker.config import PrefillConfig
-    from prefill_worker.jobs.job import run_job
-
     report = run_job(PrefillConfig(model=str(shop.model), store=shop.store, input=(path,)), SilentReporter())
     assert operation.context_name == f"contexts/{report.manifest.id}"
     assert not report.created
@@ -103,19 +145,14 @@ def test_rows_in_8_bits_are_made_answered_and_continued(client: Client, worker: 
     kept = ""
     for method in ("full", "refined"):
         keep = Keep("more") if method == "refined" else None
-        with client.generate(
-            made.name, question="Who?", max_tokens=3, method=method, keep=keep
-        ) as generation:
-            generation.read()
-        assert generation.summary.context_tokens == made.token_count
-        kept = generation.summary.kept_context
+        summary = answered(client, made.name, question="Who?", max_tokens=3, method=method, keep=keep)[1]
+        assert summary.context_tokens == made.token_count
+        kept = summary.kept_context
     child = client.get_context(kept)
     assert (child.parent, child.rows) == (made.name, "dtype")
-    with client.generate(child.name, text="And then?", max_tokens=3, method="refined") as generation:
-        generation.read()
-    assert generation.summary.context_tokens == child.token_count
-    later = client.create_context("It rained. " * 9, parent=made.name, wait=False)
-    worker.work_once()
+    summary = answered(client, child.name, text="And then?", max_tokens=3, method="refined")[1]
+    assert summary.context_tokens == child.token_count
+    later = ordered(client, worker, "It rained. " * 9, parent=made.name)
     read = client.wait_operation(later.name).result()
     assert (read.parent, read.rows) == (made.name, "dtype")
 
@@ -139,8 +176,7 @@ def test_what_has_expired_is_made_again_by_the_same_request(
 ) -> None:
     """Whether it is still on the disk or was removed, and once for all repeats; what was deleted in its time is not."""
     order: CreateOptions = {"request_id": "again", "display_name": "again", "renew_s": 3600.0}
-    first = client.create_context(document("again"), wait=False, **order)
-    worker.work_once()
+    first = ordered(client, worker, document("again"), **order)
     made = client.wait_operation(first.name).result()
     assert (made.renew_s, client.find_context("again").name) == (3600.0, made.name)
     store, id_ = Store(shop.store), made.name.removeprefix("contexts/")
@@ -171,8 +207,7 @@ def test_what_a_rule_removed_is_made_again_without_its_document(
         {"messages": [Message(Role.USER, document("kept talk"))], "renew_s": 3600.0},
     ]
     for number, order in enumerate(orders):
-        first = client.create_context(wait=False, display_name=f"kept {number}", **order)  # type: ignore[arg-type]
-        worker.work_once()
+        first = ordered(client, worker, display_name=f"kept {number}", **order)
         made = client.wait_operation(first.name).result()
         store.update(made.name[9:], lambda manifest: replace(manifest, expires_at=utc_now()))
         with pytest.raises(ContextExpiredError):
@@ -193,14 +228,11 @@ def test_what_a_rule_removed_is_made_again_without_its_document(
             assert lives_s == pytest.approx(order.get("ttl_s", order.get("renew_s")), abs=60)
             client.generate(made.name, text="a", max_tokens=1).read()
 
-    base = client.create_context(document("kept base"), wait=False)
-    worker.work_once()
-    child = client.create_context(document("more"), parent=base.context_name, ttl_s=3600.0, wait=False)
-    worker.work_once()
+    base = ordered(client, worker, document("kept base"))
+    child = ordered(client, worker, document("more"), parent=base.context_name, ttl_s=3600.0)
     store.update(child.context_name[9:], lambda manifest: replace(manifest, expires_at=utc_now()))
     clean_up(store)
-    operation = client.create_context(again=child.context_name, labels={"a": "b"}, ttl_s=60.0, wait=False)
-    worker.work_once()
+    operation = ordered(client, worker, again=child.context_name, labels={"a": "b"}, ttl_s=60.0)
     again = client.wait_operation(operation.name).result()
     assert (again.name, again.labels) == (child.context_name, {"a": "b"})
 
@@ -211,8 +243,7 @@ def test_what_somebody_deleted_is_never_made_again(
     """Neither what was there when it was deleted, nor what only could be made again, nor what was made again."""
     store = Store(shop.store)
     for number in range(3):
-        first = client.create_context(document(f"deleted {number}"), wait=False, ttl_s=3600.0)
-        worker.work_once()
+        first = ordered(client, worker, document(f"deleted {number}"), ttl_s=3600.0)
         id_ = first.context_name[9:]
         for _ in range(number):
             store.update(id_, lambda manifest: replace(manifest, expires_at=utc_now()))
@@ -265,8 +296,7 @@ def test_what_an_order_cannot_say_is_not_made_again(
 
 def test_uses_renew_at_every_door(client: Client, worker: QueueWorker, shop: Library) -> None:
     """A request that names it, one that begins with it, and loading; a change of the field counts at once."""
-    operation = client.create_context(document("renewed"), wait=False, ttl_s=60.0, renew_s=7200.0)
-    worker.work_once()
+    operation = ordered(client, worker, document("renewed"), ttl_s=60.0, renew_s=7200.0)
     name = client.wait_operation(operation.name).result().name
     store, id_ = Store(shop.store), name.removeprefix("contexts/")
     ids = client.tokenize(document("renewed")).ids
@@ -307,22 +337,17 @@ def test_a_name_moves_to_a_new_edition(client: Client, worker: QueueWorker) -> N
     assert client.find_context("the log").name == moved.context_name
     assert client.get_context(first.context_name).display_name.startswith("the log ")
     # What is called by its first words alone takes no name from anybody.
-    plain = client.create_context(document("edition", 9), wait=False)
-    worker.work_once()
-    again = client.create_context(document("edition", 10), wait=False)
-    worker.work_once()
+    plain = ordered(client, worker, document("edition", 9))
+    again = ordered(client, worker, document("edition", 10))
     names = [client.get_context(each.context_name).display_name for each in (plain, again)]
     assert len(set(names)) == 2
-    with client.generate(moved.context_name, text="a", max_tokens=1, keep=Keep("branch")) as generation:
-        generation.read()
+    answered(client, moved.context_name, text="a", max_tokens=1, keep=Keep("branch"))
     with pytest.raises(NameTakenError):
-        client.generate(moved.context_name, text="b", max_tokens=1, keep=Keep("branch")).read()
-    keep = Keep("branch", move_name=True)
-    with client.generate(moved.context_name, text="b", max_tokens=1, keep=keep) as generation:
-        generation.read()
-    assert client.find_context("branch").name == generation.summary.kept_context
-    with client.generate(moved.context_name, text="c", max_tokens=1, keep=Keep()) as generation:
-        generation.read()
+        answered(client, moved.context_name, text="b", max_tokens=1, keep=Keep("branch"))
+    moving = Keep("branch", move_name=True)
+    _, summary = answered(client, moved.context_name, text="b", max_tokens=1, keep=moving)
+    assert client.find_context("branch").name == summary.kept_context
+    answered(client, moved.context_name, text="c", max_tokens=1, keep=Keep())
     assert client.find_context("the log").name == moved.context_name
 
 
@@ -339,7 +364,7 @@ def test_an_order_without_a_worker_says_so(
     with JobQueue(shop.store).attending("0" * 64):  # a worker of another model helps nobody
         assert client.get_operation(order.name).waiting_reason
     stopping = threading.Event()
-    beginning = threading.Thread(target=make_worker(shop).run, args=(stopping,))
+    beginning = threading.Thread(target=shop.worker().run, args=(stopping,))
     beginning.start()
     done = client.wait_operation(order.name)
     assert (done.phase, done.waiting_reason) == ("ended", "")
@@ -381,8 +406,7 @@ def test_what_discarding_an_upload_meets_hides_nothing(
 
 
 def test_a_server_without_its_context_tells_so(client: Client, worker: QueueWorker) -> None:
-    operation = client.create_context(document("deleted"), wait=False)
-    worker.work_once()
+    operation = ordered(client, worker, document("deleted"))
     client.delete_context(operation.context_name)
     found = client.get_operation(operation.name).result()
     assert (found.state, found.state_message) == (
@@ -490,18 +514,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return make_library(tmp_path_factory.mktemp("detached"))
 
 
-def tokens(client: Client, context: str, method: str) -> list[int]:
-    with client.generate(context, text="The lamp", max_tokens=12, method=method) as generation:
-        return [token for piece in generation for token in piece.token_ids]
+def tokens(client: Client, context: str, method: str, **options: Any) -> list[int]:
+    return answered(client, context, text="The lamp", max_tokens=12, method=method, **options)[0]
 
 
 def test_a_child_made_whole_needs_nobody(library: Library) -> None:
     root = "contexts/" + library.prefill("root", method=("csattention", "quest", "multipole"))
     with loaded(library.config()) as server, Client(server.address) as client:
         keep = Keep(name="long", prompt_only=True)
-        with client.generate(root, text=MORE * 4, method="full", keep=keep) as generation:
-            generation.read()
-        child = generation.summary.kept_context
+        child = answered(client, root, text=MORE * 4, method="full", keep=keep)[1].kept_context
         expected = tokens(client, child, "full")
         with pytest.raises(InvalidArgumentError, match="continues; add them there"):
             run_add_index(AddIndexConfig(child, library.store, index=("pages",)), LineReporter(io.StringIO()))
@@ -515,9 +536,7 @@ def test_a_child_made_whole_needs_nobody(library: Library) -> None:
         assert (whole.parent, whole.labels) == ("", {"team": "sea"})
         assert (whole.token_count, whole.create_time) == (changed.token_count, changed.create_time)
         assert Store(library.store).verify(report.manifest.id) == []
-        again = client.generate(root, text=MORE * 4, method="full", keep=keep)
-        again.read()
-        assert again.summary.kept_context == child
+        assert answered(client, root, text=MORE * 4, method="full", keep=keep)[1].kept_context == child
         assert client.get_context(child).parent == ""
         (replaced,) = {left.kind for left in clean_up(Store(library.store))}
         assert (replaced, Store(library.store).verify(report.manifest.id)) == ("array", [])
@@ -528,10 +547,6 @@ def test_a_child_made_whole_needs_nobody(library: Library) -> None:
         for method in ("csattention", "quest", "multipole"):
             assert method in whole.methods
             assert len(tokens(client, whole.name, method)) == 12
-            with client.generate(
-                whole.name, text="The lamp", max_tokens=12, method=method, keep_ratio=1.0
-            ) as generation:
-                found = [token for piece in generation for token in piece.token_ids]
-            assert found == expected, method
+            assert tokens(client, whole.name, method, keep_ratio=1.0) == expected, method
     with pytest.raises(InvalidArgumentError, match="stands alone already"):
         run_detach(DetachConfig("long", library.store), LineReporter(io.StringIO()))

@@ -22,7 +22,6 @@ from decode_engine.rpc.client import Client, Credentials
 from decode_engine.rpc.door.access import Door, TokenFile, UnauthenticatedError
 from decode_engine.rpc.door.options import Certificates
 from decode_engine.rpc.server import DecodeServer
-from index_store.store.catalog import Store
 from index_store.store.description.callers import Caller
 from sparsekv.v1 import context_pb2, context_pb2_grpc
 from tests.decode_engine.conftest import make_library
@@ -119,7 +118,6 @@ class Encrypted:
 def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encrypted]:
     folder = tmp_path_factory.mktemp("encrypted")
     library = make_library(folder)
-    Store(library.store, create=True)
     first, second = Authority.make(folder, "first"), Authority.make(folder, "second")
     chain, key = first.sign("server", "server")
     clients = folder / "clients.pem"

@@ -71,6 +71,16 @@ def context(id_: str) -> str:
     return f"contexts/{id_}"
 
 
+def of_contexts(party: Party, call: str, **given: Any) -> Any:
+    request = getattr(context_pb2, f"{call}Request")(**given)
+    return getattr(party.contexts, call)(request, metadata=party.shown)
+
+
+def of_operations(party: Party, call: str, id_: str) -> Any:
+    request = getattr(operations_pb2, f"{call}Request")(name=f"operations/{id_}")
+    return getattr(party.operations, call)(request, metadata=party.shown)
+
+
 def ask(party: Party, id_: str, **changes: Any) -> Any:
     request = generation_pb2.GenerateRequest(context=context(id_), max_tokens=1, **changes)
     return party.generations.Generate(request, metadata=party.shown)
@@ -78,16 +88,15 @@ def ask(party: Party, id_: str, **changes: Any) -> Any:
 
 def update(party: Party, id_: str, path: str, **changes: Any) -> Any:
     changed = context_pb2.Context(name=context(id_), **changes)
-    request = context_pb2.UpdateContextRequest(context=changed, update_mask=FieldMask(paths=[path]))
-    return party.contexts.UpdateContext(request, metadata=party.shown)
+    return of_contexts(party, "UpdateContext", context=changed, update_mask=FieldMask(paths=[path]))
 
 
 def listed(party: Party, **wanted: Any) -> Any:
-    return party.contexts.ListContexts(context_pb2.ListContextsRequest(**wanted), metadata=party.shown)
+    return of_contexts(party, "ListContexts", **wanted)
 
 
 def found(party: Party, **given: Any) -> Any:
-    return party.contexts.GetContext(context_pb2.GetContextRequest(**given), metadata=party.shown)
+    return of_contexts(party, "GetContext", **given)
 
 
 def messages(text: str) -> conversation_pb2.Conversation:
@@ -96,7 +105,7 @@ def messages(text: str) -> conversation_pb2.Conversation:
 
 
 def created(party: Party, **given: Any) -> Any:
-    return party.contexts.CreateContext(context_pb2.CreateContextRequest(**given), metadata=party.shown)
+    return of_contexts(party, "CreateContext", **given)
 
 
 BY_GRPC: Mapping[str, Callable[[Party, str], Any]] = {
@@ -109,18 +118,10 @@ BY_GRPC: Mapping[str, Callable[[Party, str], Any]] = {
     "label": lambda p, i: update(p, i, "labels.team", labels={"team": "law"}),
     "expiry": lambda p, i: update(p, i, "expire_time"),
     "grant": lambda p, i: update(p, i, "readers", readers=["beta"]),
-    "delete": lambda p, i: p.contexts.DeleteContext(
-        context_pb2.DeleteContextRequest(name=context(i)), metadata=p.shown
-    ),
-    "delete with children": lambda p, i: p.contexts.DeleteContext(
-        context_pb2.DeleteContextRequest(name=context(i), force=True), metadata=p.shown
-    ),
-    "delete if there": lambda p, i: p.contexts.DeleteContext(
-        context_pb2.DeleteContextRequest(name=context(i), allow_missing=True), metadata=p.shown
-    ),
-    "warm": lambda p, i: p.contexts.WarmContext(
-        context_pb2.WarmContextRequest(name=context(i)), metadata=p.shown
-    ),
+    "delete": lambda p, i: of_contexts(p, "DeleteContext", name=context(i)),
+    "delete with children": lambda p, i: of_contexts(p, "DeleteContext", name=context(i), force=True),
+    "delete if there": lambda p, i: of_contexts(p, "DeleteContext", name=context(i), allow_missing=True),
+    "warm": lambda p, i: of_contexts(p, "WarmContext", name=context(i)),
     "continue": lambda p, i: created(p, parent=context(i), text="more"),
     "make again": lambda p, i: created(p, again=i),
     "ask by tokens": lambda p, i: ask(p, i, token_ids=generation_pb2.TokenIds(ids=[5])),
@@ -199,18 +200,8 @@ def test_a_foreign_name_is_one_that_does_not_exist(house: House, way: str) -> No
 
 
 OPERATIONS = {
-    "get": lambda p, i: p.operations.GetOperation(
-        operations_pb2.GetOperationRequest(name=f"operations/{i}"), metadata=p.shown
-    ),
-    "wait": lambda p, i: p.operations.WaitOperation(
-        operations_pb2.WaitOperationRequest(name=f"operations/{i}"), metadata=p.shown
-    ),
-    "cancel": lambda p, i: p.operations.CancelOperation(
-        operations_pb2.CancelOperationRequest(name=f"operations/{i}"), metadata=p.shown
-    ),
-    "delete": lambda p, i: p.operations.DeleteOperation(
-        operations_pb2.DeleteOperationRequest(name=f"operations/{i}"), metadata=p.shown
-    ),
+    verb.lower(): lambda p, i, call=f"{verb}Operation": of_operations(p, call, i)
+    for verb in ("Get", "Wait", "Cancel", "Delete")
 }
 
 

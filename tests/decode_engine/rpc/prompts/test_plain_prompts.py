@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from decode_engine.rpc.client import Client, Summary
 from decode_engine.rpc.server import DecodeServer
@@ -16,7 +13,8 @@ from index_store.errors import ContextNotFoundError
 from index_store.family import prefixes
 from index_store.models.conversation.messages import Message, Role
 from tests.decode_engine.conftest import MAX_POSITIONS, TEXT, Library
-from tests.support.serving.service import wait_until
+from tests.support.models import generated
+from tests.support.serving.service import answered, wait_until
 
 MESSAGES = (
     Message(Role.USER, "Who lit the lamp?"),
@@ -25,16 +23,8 @@ MESSAGES = (
 )
 
 
-def answered(client: Client, context: str = "", **options: Any) -> tuple[list[int], Summary]:
-    with client.generate(context, **{"max_tokens": 12, **options}) as generation:
-        tokens = [token for piece in generation for token in piece.token_ids]
-    return tokens, generation.summary
-
-
-def expected(folder: Path, ids: list[int], count: int = 12) -> list[int]:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, pad_token_id=0)
-    return found[0, len(ids) :].tolist()  # type: ignore[no-any-return]
+def ask(client: Client, context: str = "", **options: Any) -> tuple[list[int], Summary]:
+    return answered(client, context, **{"max_tokens": 12, **options})
 
 
 @pytest.mark.parametrize(
@@ -51,19 +41,19 @@ def expected(folder: Path, ids: list[int], count: int = 12) -> list[int]:
 def test_any_prompt_is_answered_as_by_generate(
     library: Library, client: Client, prompt: dict[str, Any]
 ) -> None:
-    found, summary = answered(client, **prompt)
+    found, summary = ask(client, **prompt)
     ids = prompt.get("token_ids")
     if ids is None:
         said = prompt.get("text") or prompt.get("messages") or (Message(Role.USER, prompt["question"]),)
         ids = list(client.tokenize(said).ids)
-    assert found == expected(library.model, ids)
+    assert found == generated(library.model, ids, 12)
     assert (summary.method, summary.context, summary.method_reason) == ("full", "", "")
     assert (summary.context_tokens, summary.cached_tokens, summary.prompt_tokens) == (0, 0, len(ids))
     assert summary.selection.fraction_all == 1.0
 
 
 def test_a_prompt_may_have_all_positions_of_the_model_but_one(client: Client) -> None:
-    _, summary = answered(client, token_ids=[70] * (MAX_POSITIONS - 1), max_tokens=None)
+    _, summary = ask(client, token_ids=[70] * (MAX_POSITIONS - 1), max_tokens=None)
     assert (summary.prompt_tokens, summary.completion_tokens) == (MAX_POSITIONS - 1, 1)
 
 
@@ -71,11 +61,11 @@ def test_penalties_count_what_need_not_be_read(library: Library, client: Client)
     """So what is stored of a prompt does not change its answer."""
     text = "A bell rang in the fog, and the keeper counted to nine. " * 2
     options = {"text": text, "repetition_penalty": 1.5}
-    alone, before = answered(client, **options)
+    alone, before = ask(client, **options)
     library.prefill("bell", text=text[:100], salt="", method=("csattention",))
-    found, summary = answered(client, **options, method="full")
+    found, summary = ask(client, **options, method="full")
     assert (before.cached_tokens, summary.cached_tokens) == (0, 100)
-    assert found == alone != answered(client, text=text, method="full")[0]
+    assert found == alone != ask(client, text=text, method="full")[0]
 
 
 def test_what_is_stored_too_short_or_too_large_is_passed_over(
@@ -83,11 +73,11 @@ def test_what_is_stored_too_short_or_too_large_is_passed_over(
 ) -> None:
     text = "The nets were dry before the wind turned to the north again. "
     library.prefill("tiny", text=text[: prefixes.LEAST_TOKENS - 1], salt="", method=("full",))
-    assert answered(client, text=text)[1].context == ""
+    assert ask(client, text=text)[1].context == ""
     stored = library.prefill("nets", text=text[: prefixes.LEAST_TOKENS], salt="", method=("full",))
-    assert answered(client, text=text)[1].context == f"contexts/{stored}"
+    assert ask(client, text=text)[1].context == f"contexts/{stored}"
     monkeypatch.setattr(server.backend.arena, "may_hold", lambda manifest: False)
-    assert answered(client, text=text)[1].context == ""
+    assert ask(client, text=text)[1].context == ""
 
 
 def test_a_beginning_that_goes_before_it_is_in_use_is_read(
@@ -103,10 +93,10 @@ def test_a_beginning_that_goes_before_it_is_in_use_is_read(
         return acquire(store, id_, **options)
 
     monkeypatch.setattr(server.backend.arena, "acquire", late)
-    _, summary = answered(client, text=text + "Then")
+    _, summary = ask(client, text=text + "Then")
     assert (summary.context, summary.cached_tokens) == ("", 0)
     with pytest.raises(ContextNotFoundError):
-        answered(client, f"contexts/{stored}", text="Then")
+        ask(client, f"contexts/{stored}", text="Then")
 
 
 def test_an_answer_can_tell_which_beginning_was_used_and_why_no_longer_one(
@@ -116,8 +106,8 @@ def test_an_answer_can_tell_which_beginning_was_used_and_why_no_longer_one(
     short = library.prefill("crate", text=text[:100], salt="", method=("csattention",))
     longer = library.prefill("boat", text=text[:300] + "Nobody", salt="", method=("full",))
     with caplog.at_level("INFO"):
-        _, summary = answered(client, text=text, explain=True)
-        again = answered(client, text=text, explain=True, method="full")[1].explanation
+        _, summary = ask(client, text=text, explain=True)
+        again = ask(client, text=text, explain=True, method="full")[1].explanation
         wait_until(lambda: sum(getattr(one, "rpc", "") == "Generate" for one in caplog.records) == 2)
     why = summary.explanation
     assert (why.lookup, why.context, why.cached_tokens, why.tier) == ("found", short, 100, "disk")
@@ -128,8 +118,8 @@ def test_an_answer_can_tell_which_beginning_was_used_and_why_no_longer_one(
     assert times == pytest.approx(summary.timings.total_ns / 1e6)
     (told, _) = (vars(one) for one in caplog.records if getattr(one, "rpc", "") == "Generate")
     assert {name: told[name] for name in asdict(why)} == asdict(why)
-    named = answered(client, f"contexts/{short}", text="Then", explain=True)[1].explanation
+    named = ask(client, f"contexts/{short}", text="Then", explain=True)[1].explanation
     assert (named.lookup, named.missed, named.context) == ("named", "", short)
-    alone = answered(client, text="Who?", explain=True)[1].explanation
+    alone = ask(client, text="Who?", explain=True)[1].explanation
     assert (alone.lookup, alone.missed, alone.tier, alone.context) == ("none", "not_stored", "", "")
-    assert answered(client, text="Who?")[1].explanation is None
+    assert ask(client, text="Who?")[1].explanation is None

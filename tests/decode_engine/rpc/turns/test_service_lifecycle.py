@@ -62,7 +62,6 @@ def test_a_server_that_drains_takes_nothing_new_and_says_so(library: Library, la
     with DecodeServer(config, on_drain=asked.append) as server, Client(server.address) as client:
         server.load()
         with http_door(config, server.grpc) as gateway, Client(server.address) as late:
-            assert gateway is not None
             http = httpx.Client(base_url=gateway.url)
             generation = client.generate(lamp, text="Who?", max_tokens=200, temperature=1.0, seed=1)
             pieces = iter(generation)

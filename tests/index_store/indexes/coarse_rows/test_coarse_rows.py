@@ -11,7 +11,7 @@ import torch
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.coding_numba import code_rows
 from index_store.indexes.coarse_rows.index import CoarseRows
-from index_store.indexes.coarse_rows.parameters import BITS, BLOCK, row_bytes, value_groups
+from index_store.indexes.coarse_rows.parameters import BITS, BLOCK, CoarseParameters, row_bytes, value_groups
 from index_store.indexes.coarse_rows.planes_numba import decode_listed, decode_run
 from index_store.indexes.coarse_rows.reference import attend_values_reference, score_keys_reference
 from index_store.indexes.coarse_rows.scalar_rows import ScalarRows, code_rows_reference, pack, unpack
@@ -166,14 +166,14 @@ def test_an_appended_key_that_cannot_be_coded_is_refused() -> None:
 def test_extensions_hold_what_is_said(name: str, block: int) -> None:
     index = build(name, random_rows(300, DIM))
     appended = index.start_appending()
-    nothing = CoarseRows.appended_bytes(PARAMETERS[name], DIM, Growth(300, 0, block))
+    nothing = CoarseParameters.parse(PARAMETERS[name]).appended_bytes(DIM, Growth(300, 0, block))
     assert appended.nbytes == nothing == 0
     new = random_rows(1100, DIM, seed=2)
     end = 300
     while end < 1100:
         begin, end = end, (end // block + 1) * block
         appended.append(new[:, begin - 300 : end - 300])
-        said = CoarseRows.appended_bytes(PARAMETERS[name], DIM, Growth(300, end - 300, block))
+        said = CoarseParameters.parse(PARAMETERS[name]).appended_bytes(DIM, Growth(300, end - 300, block))
         assert appended.nbytes == HEADS * said
 
 

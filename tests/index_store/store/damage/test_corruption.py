@@ -37,7 +37,7 @@ from index_store.store.description.json_fields import render_document
 from index_store.store.description.manifest import MANIFESTS
 from index_store.store.listing import BrokenContext
 from index_store.store.stored_context import raw_bytes
-from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path, read_chunk_into
+from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path, read_chunk
 from tests.support.devices import nightly
 from tests.support.memory import load_context
 from tests.support.store import KINDS, SyntheticContext, flip, synthetic_context, write_manifests
@@ -67,7 +67,7 @@ def load(store: Store, context: SyntheticContext) -> None:
                 pass
         finally:
             arena.clear()
-            assert arena.stats().used_bytes == 0
+            assert arena.stats().used.total == 0
 
 
 def swap(first: Path, second: Path) -> None:
@@ -319,7 +319,7 @@ def test_reading_needs_checksums(stored: Store, context: SyntheticContext) -> No
         torch.empty(context.manifest.kv.chunk_bytes, dtype=torch.uint8),
     )
     with pytest.raises(InvalidArgumentError, match="kv: no checksums are known"):
-        read_chunk_into(where, context.draft.kv, (0, 0), raw_bytes(buffer))
+        read_chunk(where, context.draft.kv, (0, 0), raw_bytes(buffer))
 
 
 BAD = {"empty": b"", "newer": render_document({"format_version": 2**40})}
