@@ -65,13 +65,11 @@ class JobConfig:
     What takes seconds to import is imported where it is needed: a command line shows its help without it.
     """
 
-    model: Annotated[str, Option(help=f"{MODELS}."), Filled()]
+    model: Annotated[str, f"{MODELS}.", Filled()]
     store: StoreOption
     method: Annotated[
         tuple[str, ...],
-        Option(
-            help=f"Method whose indexes to build; may be repeated. Default: {DEFAULT_METHOD}, without --index."
-        ),
+        f"Method whose indexes to build; may be repeated. Default: {DEFAULT_METHOD}, without --index.",
     ] = ()
     index: Annotated[
         tuple[str, ...],
@@ -80,21 +78,17 @@ class JobConfig:
             metavar="NAME",
         ),
     ] = ()
-    dense_layers: Annotated[str, Option(help="auto, none, or layers such as 0,1.")] = AUTO
-    dtype: Annotated[
-        str, Option(help="Of stored keys and values; auto: the model's."), OneOf(AUTO, *KV_DTYPES)
-    ] = AUTO
+    dense_layers: Annotated[str, "auto, none, or layers such as 0,1."] = AUTO
+    dtype: Annotated[str, "Of stored keys and values; auto: the model's.", OneOf(AUTO, *KV_DTYPES)] = AUTO
     rows: Annotated[
         str,
-        Option(
-            help="How exact keys and values are stored: in that dtype, or in 8 bits (int8), four of which are the "
-            "coarse copy of refined."
-        ),
+        "How exact keys and values are stored: in that dtype, or in 8 bits (int8), four of which are the "
+        "coarse copy of refined.",
         OneOf(*ROW_CODINGS),
     ] = AS_DTYPE
     chunk: Annotated[
         int | None,
-        Option(help=f"Tokens per forward pass{_CHUNKS_TOLD}; with --attention muse, passes are its blocks."),
+        f"Tokens per forward pass{_CHUNKS_TOLD}; with --attention muse, passes are its blocks.",
         AtLeast(1, 2**20),
     ] = None
     state_marks: Annotated[
@@ -108,40 +102,29 @@ class JobConfig:
     ] = None
     attention: Annotated[
         str,
-        Option(help="exact, or muse: the past approximated by clusters, for very long contexts."),
+        "exact, or muse: the past approximated by clusters, for very long contexts.",
         OneOf("exact", "muse"),
     ] = "exact"
-    muse_block: Annotated[
-        int, Option(help="Tokens of a block that MuSe attends exactly."), AtLeast(1, 2**30)
-    ] = 8192
-    muse_clusters: Annotated[int, Option(help="MuSe's clusters of queries and of keys."), AtLeast(1, 128)] = (
-        64
-    )
-    muse_cap: Annotated[
-        float, Option(help="MuSe's largest cluster, in multiples of the mean one."), AtLeast(1, 64)
-    ] = 1.5
-    muse_iterations: Annotated[int, Option(help="MuSe's iterations of k-means."), AtLeast(1, 100)] = 1
+    muse_block: Annotated[int, "Tokens of a block that MuSe attends exactly.", AtLeast(1, 2**30)] = 8192
+    muse_clusters: Annotated[int, "MuSe's clusters of queries and of keys.", AtLeast(1, 128)] = 64
+    muse_cap: Annotated[float, "MuSe's largest cluster, in multiples of the mean one.", AtLeast(1, 64)] = 1.5
+    muse_iterations: Annotated[int, "MuSe's iterations of k-means.", AtLeast(1, 100)] = 1
     muse_dipole: Annotated[bool, Option(help="MuSe with dipole terms.")] = True
-    query_sample: Annotated[
-        int, Option(help="Queries per KV head that indexes are built from."), AtLeast(64, 2**24)
-    ] = 8192
+    query_sample: Annotated[int, "Queries per KV head that indexes are built from.", AtLeast(64, 2**24)] = (
+        8192
+    )
     ttl: TtlOption = None
     renew: RenewOption = None
-    salt: Annotated[str, Option(help="Keeps equal documents of different owners apart.")] = ""
-    tenant: Annotated[
-        str, Option(help="Whose context it is: who shows a token of that tenant to a server finds it.")
-    ] = ""
-    seed: Annotated[int, Option(help="Of the query sample and the clustering."), AtLeast(0)] = 0
+    salt: Annotated[str, "Keeps equal documents of different owners apart."] = ""
+    tenant: Annotated[str, "Whose context it is: who shows a token of that tenant to a server finds it."] = ""
+    seed: Annotated[int, "Of the query sample and the clustering.", AtLeast(0)] = 0
     device: Annotated[
-        str, Option(help="Where the model runs; auto: a GPU if there is one."), OneOf(AUTO, "cpu", "cuda")
+        str, "Where the model runs; auto: a GPU if there is one.", OneOf(AUTO, "cpu", "cuda")
     ] = AUTO
     device_memory: Annotated[
         int | None,
-        Option(
-            metavar="SIZE",
-            help="Device memory to use beside the model's weights, for example 20GiB; keys and values that do not fit "
-            "stay in host memory. auto: what is free once the model is loaded.",
-        ),
+        "Device memory to use beside the model's weights, for example 20GiB; keys and values that do not fit "
+        "stay in host memory. auto: what is free once the model is loaded.",
         SIZE,
         AtLeast(1),
     ] = None
@@ -223,9 +206,7 @@ class PrefillConfig(JobConfig):
     """One job. `input` are text files in order, or `messages` is a file with a conversation; `-` is standard input."""
 
     input: Annotated[
-        tuple[Path, ...],
-        Option(help="Text file; may be repeated; - is standard input."),
-        InputFile(dash=True),
+        tuple[Path, ...], "Text file; may be repeated; - is standard input.", InputFile(dash=True)
     ] = ()
     messages: Annotated[
         Path | None,
@@ -235,11 +216,11 @@ class PrefillConfig(JobConfig):
         ),
         InputFile(dash=True),
     ] = None
-    name: Annotated[str | None, Option(help="Display name; by default the first file's name.")] = None
+    name: Annotated[str | None, "Display name; by default the first file's name."] = None
     move_name: MoveNameOption = False
-    calibration: Annotated[
-        Path | None, Option(help="Example prompts: one question per line, or .jsonl."), InputFile()
-    ] = None
+    calibration: Annotated[Path | None, "Example prompts: one question per line, or .jsonl.", InputFile()] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         JobConfig.__post_init__(self)
@@ -273,14 +254,14 @@ class CorpusConfig(JobConfig):
         ),
         Filled(),
     ] = ()
-    text_field: Annotated[str, Option(help="Member or column with the text."), Filled()] = "text"
-    name_field: Annotated[str, Option(help="Member or column with the context's name."), Filled()] = "name"
+    text_field: Annotated[str, "Member or column with the text.", Filled()] = "text"
+    name_field: Annotated[str, "Member or column with the context's name.", Filled()] = "name"
     workers: Annotated[
         int,
-        Option(help="Processes that read, each with the model, and with a GPU or its share of the cores."),
+        "Processes that read, each with the model, and with a GPU or its share of the cores.",
         AtLeast(1, 10_000),
     ] = 1
-    retries: Annotated[int, Option(help="Of a document that failed."), AtLeast(0, 100)] = 2
+    retries: Annotated[int, "Of a document that failed.", AtLeast(0, 100)] = 2
     failures: Annotated[
         Path | None, Option(metavar="FILE.jsonl", help="Where to list documents that failed."), OutputFile()
     ] = None
@@ -306,9 +287,9 @@ class CorpusConfig(JobConfig):
 class DetachConfig:
     """A child to be made whole. context: its id, the first digits of it, or its name."""
 
-    context: Annotated[str, Option(help="Name or id of a stored context that continues another."), Filled()]
+    context: Annotated[str, "Name or id of a stored context that continues another.", Filled()]
     store: StoreOption
-    device: Annotated[str, Option(help="auto, cpu or cuda."), OneOf(AUTO, "cpu", "cuda")] = AUTO
+    device: Annotated[str, "auto, cpu or cuda.", OneOf(AUTO, "cpu", "cuda")] = AUTO
 
     def __post_init__(self) -> None:
         _ = self.torch_device  # refuses a GPU that is not there
@@ -325,8 +306,8 @@ class DetachConfig:
 class AddIndexConfig(DetachConfig):
     """Indexes to add to a stored context. method, index: as for a job that prefills."""
 
-    context: Annotated[str, Option(help="Name or id of a stored context."), Filled()]
-    method: Annotated[tuple[str, ...], Option(help="Method whose indexes to add; may be repeated.")] = ()
+    context: Annotated[str, "Name or id of a stored context.", Filled()]
+    method: Annotated[tuple[str, ...], "Method whose indexes to add; may be repeated."] = ()
     index: Annotated[
         tuple[str, ...],
         Option(help="Index to add, NAME or NAME:parameter=value,...; may be repeated.", metavar="NAME"),
@@ -347,40 +328,31 @@ class WorkerConfig:
     """
 
     store: StoreOption
-    model: Annotated[str, Option(help=f"{MODELS}."), Filled()]
+    model: Annotated[str, f"{MODELS}.", Filled()]
     chunk: Annotated[
         int | None,
-        Option(
-            help=f"Tokens per forward pass{_CHUNKS_TOLD}; after each, progress is told, and a job may be stopped."
-        ),
+        f"Tokens per forward pass{_CHUNKS_TOLD}; after each, progress is told, and a job may be stopped.",
         AtLeast(1, 2**20),
     ] = None
     device: Annotated[
-        str, Option(help="Where the model runs; auto: a GPU if there is one."), OneOf(AUTO, "cpu", "cuda")
+        str, "Where the model runs; auto: a GPU if there is one.", OneOf(AUTO, "cpu", "cuda")
     ] = AUTO
     device_memory: Annotated[
         int | None,
-        Option(
-            metavar="SIZE",
-            help="Device memory to use beside the model's weights, for example 20GiB; auto: what is free.",
-        ),
+        "Device memory to use beside the model's weights, for example 20GiB; auto: what is free.",
         SIZE,
         AtLeast(1),
     ] = None
     grown_share: Annotated[
         float,
-        Option(
-            help="Share of a context's tokens from which on what continues it is made to stand alone, with indexes of "
-            "its own (4,096 tokens at least); 0: never."
-        ),
+        "Share of a context's tokens from which on what continues it is made to stand alone, with indexes of "
+        "its own (4,096 tokens at least); 0: never.",
         AtLeast(0, 1000),
     ] = GROWN_SHARE
     store_bytes: StoreBytesOption = None
     objects: ObjectsOption = None
     quotas: QuotasOption = None
-    attached: Annotated[
-        bool, Option("--attached", help="End when standard input ends, for programs that start workers.")
-    ] = False
+    attached: Annotated[bool, "End when standard input ends, for programs that start workers."] = False
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -39,7 +39,6 @@ FLOORS = (
     "decode_engine/core",
     "decode_engine/rpc/contexts",
     "decode_engine/rpc/answers",
-    "decode_engine/rpc/transport",
     "decode_engine/model",
     "decode_engine/steps",
     "decode_engine/steps/attention",
@@ -54,6 +53,7 @@ FLOORS = (
     "decode_engine/kernels/attention",
     "decode_engine/kernels",
     "decode_engine/processes/link",
+    "decode_engine/rpc/transport",
     "decode_engine/orders",
     "decode_engine/settings",
     "decode_engine",
@@ -115,28 +115,21 @@ ROLES = {
 
 GRPC_PLACES = ("sparsekv/v1/*", "decode_engine/rpc/*", "decode_engine/processes/cluster/*")
 
+COMPILED = (
+    "index_store/compiled/loop_cache.py",
+    "index_store/compiled/launch.py",
+    "index_store/attention/listed_keys_numba.py",
+    "index_store/indexes/coarse_rows/best_keys_numba.py",
+    "index_store/indexes/coarse_rows/planes_numba.py",
+    "decode_engine/host_search/*_numba.py",
+    "index_store/attention/vectors/*.py",
+)
+
 # Where a third-party package may be imported; a package that is not listed may be imported anywhere.
 PLACES = {
     "triton": ("*/kernels/*", "*_triton.py"),
-    "numba": (
-        "index_store/compiled/launch.py",
-        "index_store/compiled/loop_cache.py",
-        "index_store/attention/listed_keys_numba.py",
-        "index_store/indexes/coarse_rows/best_keys_numba.py",
-        "index_store/indexes/coarse_rows/planes_numba.py",
-        "decode_engine/host_search/*_numba.py",
-        "index_store/attention/vectors/*.py",
-        "decode_engine/core/loading.py",
-    ),
-    "llvmlite": (
-        "index_store/compiled/loop_cache.py",
-        "index_store/compiled/launch.py",
-        "index_store/attention/listed_keys_numba.py",
-        "index_store/indexes/coarse_rows/best_keys_numba.py",
-        "index_store/indexes/coarse_rows/planes_numba.py",
-        "decode_engine/host_search/*_numba.py",
-        "index_store/attention/vectors/*.py",
-    ),
+    "numba": (*COMPILED, "decode_engine/core/loading.py"),
+    "llvmlite": COMPILED,
     "obstore": ("index_store/objects/bucket.py",),
     "ray": (
         "prefill_worker/corpus/on_ray.py",

@@ -14,15 +14,7 @@ from typer import Option
 from decode_engine.orders.fields import BUDGETS, BY_NAME, CONSTRAINTS, FIELDS, FLAG, Field
 from decode_engine.rpc.client import GenerateOptions
 from decode_engine.rpc.door.options import ServerConfig
-from decode_engine.settings.request_bounds import (
-    LONGEST_WAIT_S,
-    MAX_BIASED_TOKENS,
-    MAX_CHOICES,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKENS,
-)
+from decode_engine.settings import request_bounds as bounds
 from index_store.cli.options import AtLeast, Characters, Check, Filled, InputFile, MoreThan, check_bounds
 from index_store.errors import InvalidArgumentError, SparseKVError
 
@@ -38,17 +30,17 @@ _FLAGS = {"json_schema": "--json-schema"} | {
 _NAMED = re.compile("|".join(rf"(?<!-)\b{field}\b" for field in _FLAGS))
 _BIAS = re.compile(r"(\d{1,10})=([+-]?\d{1,3}(?:\.\d+)?)")
 _CHECKS: dict[str, Check | None] = {
-    "stop": Characters(1, MAX_STOP_LENGTH),
+    "stop": Characters(1, bounds.MAX_STOP_LENGTH),
     "stop_token_ids": AtLeast(0, 2**32 - 1),
     "logit_bias": None,
     "choices": None,
 }
 """Where the table has no range, and what is given is no flag."""
 _MOST = {
-    "stop": MAX_STOP_STRINGS,
-    "stop_token_ids": MAX_STOP_TOKENS,
-    "logit_bias": MAX_BIASED_TOKENS,
-    "choices": MAX_CHOICES,
+    "stop": bounds.MAX_STOP_STRINGS,
+    "stop_token_ids": bounds.MAX_STOP_TOKENS,
+    "logit_bias": bounds.MAX_BIASED_TOKENS,
+    "choices": bounds.MAX_CHOICES,
 }
 
 
@@ -68,7 +60,6 @@ def asking(*names: str) -> Callable[[ClassT], ClassT]:
 
 
 def _option(field: Field) -> Any:
-    """The annotation of a member."""
     kind: Any = str if field.range is None else int if field.range.whole else float
     if field.kind is FLAG:
         kind = bool
@@ -91,12 +82,10 @@ class AnswerConfig(ServerConfig):
     """
 
     timeout: Annotated[
-        float | None, Option(help="Seconds to wait for the whole answer."), MoreThan(0, LONGEST_WAIT_S)
+        float | None, "Seconds to wait for the whole answer.", MoreThan(0, bounds.LONGEST_WAIT_S)
     ] = None
     json_schema: Annotated[
-        Path | None,
-        Option("--json-schema", help="The answer has to be JSON that the schema in this file describes."),
-        InputFile(),
+        Path | None, "The answer has to be JSON that the schema in this file describes.", InputFile()
     ] = None
 
     def __post_init__(self) -> None:
@@ -123,12 +112,10 @@ class AnswerConfig(ServerConfig):
 
     @property
     def answers(self) -> int:
-        """How many are wanted."""
         return int(self.given.get("n", 1))
 
     @property
     def constrained(self) -> bool:
-        """Whether it is said what answers have to be."""
         return self.json_schema is not None or not self.given.keys().isdisjoint(CONSTRAINTS)
 
     def biases(self) -> dict[int, float]:
@@ -136,10 +123,10 @@ class AnswerConfig(ServerConfig):
         found: dict[int, float] = {}
         for text in self.given.get("logit_bias", ()):
             match = _BIAS.fullmatch(text)
-            if match is None or abs(float(match[2])) > MAX_LOGIT_BIAS:
+            if match is None or abs(float(match[2])) > bounds.MAX_LOGIT_BIAS:
                 raise InvalidArgumentError(
                     f"--logit-bias is {text[:100]!r}, expected TOKEN=BIAS with a token's id and a bias of "
-                    f"-{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}, for example 42=-100"
+                    f"-{bounds.MAX_LOGIT_BIAS:g} to {bounds.MAX_LOGIT_BIAS:g}, for example 42=-100"
                 )
             found[int(match[1])] = float(match[2])
         return found

@@ -219,40 +219,28 @@ class AskConfig(AnswerConfig):
 
     context: Annotated[
         str | None,
-        Option(
-            "--context",
-            help="Context: id, its first 6 or more digits, contexts/<id>, or display name; by default none.",
-        ),
+        "Context: id, its first 6 or more digits, contexts/<id>, or display name; by default none.",
         Filled(),
     ] = None
     prompt: Annotated[
         str | None, Argument(metavar="QUESTION", help="The question; - reads it from standard input.")
     ] = None
     file: Annotated[
-        Path | None,
-        Option("--file", help="Read the question from this file; - is standard input."),
-        InputFile(dash=True),
+        Path | None, "Read the question from this file; - is standard input.", InputFile(dash=True)
     ] = None
     questions: Annotated[
         Path | None,
-        Option(
-            "--questions",
-            help='Ask many questions at once: one a line, or JSON objects with a field "question", one a line.',
-        ),
+        'Ask many questions at once: one a line, or JSON objects with a field "question", one a line.',
         InputFile(),
     ] = None
     out: Annotated[
         Path | None,
-        Option(
-            "--out",
-            help="Where answers to --questions go, a JSON object a line, as they come; those that are there are kept.",
-        ),
+        "Where answers to --questions go, a JSON object a line, as they come; those that are there are kept.",
         OutputFile(),
     ] = None
-    raw: Annotated[
-        bool,
-        Option("--raw", help="Continue the context, or begin, by the text as it is, without chat template."),
-    ] = False
+    raw: Annotated[bool, "Continue the context, or begin, by the text as it is, without chat template."] = (
+        False
+    )
 
     def __post_init__(self) -> None:
         AnswerConfig.__post_init__(self)
@@ -384,7 +372,6 @@ def _stream_text(generation: Generation) -> Iterable[Piece]:
 
 
 def _answer(pieces: Sequence[Piece], index: int) -> Piece:
-    """One answer as a whole."""
     own = [piece for piece in pieces if piece.index == index]
     return Piece(
         tuple(id_ for piece in own for id_ in piece.token_ids),
@@ -434,7 +421,6 @@ def _print_json(generation: Generation, answers: Sequence[Piece]) -> None:
 
 
 def summary_lines(summary: Summary) -> list[str]:
-    """What a generation touched and took, in a few lines."""
     times, keys = summary.timings, summary.selection
     sparse = (
         "no layer searches"

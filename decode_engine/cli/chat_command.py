@@ -151,7 +151,6 @@ class _Conversation:
             sys.stdout.flush()
 
     def usage(self) -> str:
-        """Tokens so far, for people."""
         stored = 0 if self.context is None else self.context.token_count
         if self.used is not None:
             stored = self.used.context_tokens

@@ -13,15 +13,10 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from decode_engine.rpc.client import (
-    NEVER,
-    Client,
-    ContextChanges,
-    ContextInfo,
-    OperationInfo,
-)
+from decode_engine.rpc.client import NEVER, Client, ContextChanges, ContextInfo, OperationInfo
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS
+from index_store.cli import report
 from index_store.cli.app import new_group
 from index_store.cli.console import Reporter, Update, format_time, print_json, print_table, reporter_for
 from index_store.cli.documents import STANDARD_INPUT, document_name, read_document, read_messages
@@ -42,24 +37,6 @@ from index_store.cli.options import (
     parse_ttl,
     seconds_of,
 )
-from index_store.cli.report import (
-    LabelOption,
-    PinOption,
-    RecursiveOption,
-    ReferenceArgument,
-    ReferenceArguments,
-    context_object,
-    detail_rows,
-    error_object,
-    given_labels,
-    id_of,
-    parse_labels,
-    print_context,
-    print_contexts,
-    print_done,
-    print_either,
-    print_rows,
-)
 from index_store.errors import InvalidArgumentError, format_bytes
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.store.description.dtypes import AS_DTYPE, ROW_CODINGS
@@ -70,24 +47,19 @@ from index_store.store.listing import STATES
 class CreateConfig(ServerConfig):
     """A context to be made. name: by default the first file's."""
 
-    name: Annotated[
-        str | None, typer.Option(help="Display name; by default the first file's name."), Characters(1, 500)
-    ] = None
+    name: Annotated[str | None, "Display name; by default the first file's name.", Characters(1, 500)] = None
     move_name: MoveNameOption = False
     messages: Annotated[
         Path | None,
-        typer.Option(help="In place of text: messages of a conversation (JSON); - is standard input."),
+        "In place of text: messages of a conversation (JSON); - is standard input.",
         InputFile(dash=True),
     ] = None
     method: Annotated[
-        tuple[str, ...],
-        typer.Option(help=f"Method whose indexes to build; may be repeated. Default: {DEFAULT_METHOD}."),
+        tuple[str, ...], f"Method whose indexes to build; may be repeated. Default: {DEFAULT_METHOD}."
     ] = ()
     rows: Annotated[
         str,
-        typer.Option(
-            help="How exact keys and values are stored: in the server's dtype, or in 8 bits (int8)."
-        ),
+        "How exact keys and values are stored: in the server's dtype, or in 8 bits (int8).",
         OneOf(*ROW_CODINGS),
     ] = AS_DTYPE
     parent: Annotated[
@@ -110,12 +82,10 @@ class CreateConfig(ServerConfig):
     ] = ()
     ttl: TtlOption = None
     renew: RenewOption = None
-    priority: Annotated[
-        int, typer.Option(help="Contexts of a higher priority are made first."), AtLeast(0, 100)
-    ] = 0
+    priority: Annotated[int, "Contexts of a higher priority are made first.", AtLeast(0, 100)] = 0
     request_id: Annotated[
         str | None,
-        typer.Option(help="Repeats with the same id return the same operation; by default a random one."),
+        "Repeats with the same id return the same operation; by default a random one.",
         Characters(1, 128),
     ] = None
 
@@ -125,7 +95,7 @@ class CreateConfig(ServerConfig):
         parse_ttl(self.renew)
         if self.parent is not None and self.method:
             raise InvalidArgumentError("--method does not go with --parent, whose indexes the context has")
-        given_labels(self.label)
+        report.given_labels(self.label)
 
 
 @configured(CreateConfig)
@@ -168,7 +138,7 @@ def create_context(
             priority=config.priority,
             request_id=config.request_id,
             parent=None if config.parent is None else client.find_context(config.parent).name,
-            labels=given_labels(config.label),
+            labels=report.given_labels(config.label),
         )
         if wait:
             with _operation_progress(reporter_for(sys.stderr, quiet=quiet)) as show:
@@ -181,7 +151,7 @@ def create_context(
         if operation.waiting_reason:
             typer.echo(operation.waiting_reason, err=True)
     else:
-        print_rows(detail_rows(operation.context))
+        report.print_rows(report.detail_rows(operation.context))
 
 
 contexts = new_group("Create, show, change and remove contexts.")
@@ -198,60 +168,61 @@ def list_contexts(
         Option("--label", metavar="KEY=VALUE", help="Only those with this label; may be repeated."),
     ] = None,
     state: Annotated[
-        str | None,
-        Option("--state", help=f"Only those of this state: {', '.join(STATES)}."),
+        str | None, Option("--state", help=f"Only those of this state: {', '.join(STATES)}.")
     ] = None,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
     """List the server's contexts, newest first."""
-    wanted = given_labels(label or ())
+    wanted = report.given_labels(label or ())
     with Client(config.server, credentials=config.credentials()) as client:
         found = list(client.list_contexts(name_prefix=name_prefix, labels=wanted, state=state or ""))
     if output is OutputFormat.JSON:
-        print_json({"server": config.server, "contexts": [context_object(context) for context in found]})
+        print_json(
+            {"server": config.server, "contexts": [report.context_object(context) for context in found]}
+        )
         return
     if not found:
         typer.echo(
             f"The server at {config.server} has no contexts{' that fit' if name_prefix or wanted or state else ''}."
         )
         return
-    print_contexts(found, memory=True)
+    report.print_contexts(found, memory=True)
 
 
 @contexts.command("show")
 @configured(ServerConfig)
 def show_context(
-    config: ServerConfig, reference: ReferenceArgument, output: FormatOption = OutputFormat.TEXT
+    config: ServerConfig, reference: report.ReferenceArgument, output: FormatOption = OutputFormat.TEXT
 ) -> None:
     """Show all that the server says about a context."""
     with Client(config.server, credentials=config.credentials()) as client:
         found = client.find_context(reference)
-    print_context(found, output)
+    report.print_context(found, output)
 
 
 @contexts.command("warm")
 @configured(ServerConfig)
 def warm_contexts(
-    config: ServerConfig, references: ReferenceArguments, output: FormatOption = OutputFormat.TEXT
+    config: ServerConfig, references: report.ReferenceArguments, output: FormatOption = OutputFormat.TEXT
 ) -> None:
     """Load contexts into the server's memory and verify them."""
     with Client(config.server, credentials=config.credentials()) as client:
         results = [client.warm_context(context.name) for context in _find_all(client, references)]
-    warmed = [{**asdict(result), "context": context_object(result.context)} for result in results]
+    warmed = [{**asdict(result), "context": report.context_object(result.context)} for result in results]
     did = (
         "was in memory" if each.already_resident else f"loaded in {each.load_ns / 1e9:.2f} s"
         for each in results
     )
-    lines = (f"{id_of(each.context)}: {what}" for each, what in zip(results, did, strict=True))
-    print_either(output, {"warmed": warmed}, *lines)
+    lines = (f"{report.id_of(each.context)}: {what}" for each, what in zip(results, did, strict=True))
+    report.print_either(output, {"warmed": warmed}, *lines)
 
 
 @contexts.command("rm")
 @configured(ServerConfig)
 def remove_contexts(
     config: ServerConfig,
-    references: ReferenceArguments,
-    recursive: RecursiveOption = False,
+    references: report.ReferenceArguments,
+    recursive: report.RecursiveOption = False,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
     """Remove contexts from the server; none unless all are found.
@@ -262,11 +233,11 @@ def remove_contexts(
     with Client(config.server, credentials=config.credentials()) as client:
         for context in _find_all(client, references):
             client.delete_context(context.name, allow_missing=recursive, force=recursive)
-            removed.append(id_of(context))
+            removed.append(report.id_of(context))
             if output is OutputFormat.TEXT:
-                print_done("removed", removed[-1:], output)
+                report.print_done("removed", removed[-1:], output)
     if output is OutputFormat.JSON:
-        print_done("removed", removed, output)
+        report.print_done("removed", removed, output)
 
 
 def _find_all(client: Client, references: Sequence[str]) -> list[ContextInfo]:
@@ -279,18 +250,11 @@ def _find_all(client: Client, references: Sequence[str]) -> list[ContextInfo]:
 class UpdateConfig(ServerConfig):
     """`decode-engine contexts update`. What is None stays."""
 
-    name: Annotated[
-        str | None, Option("--name", help="Display name."), Characters(1, MAX_NAME_CHARACTERS)
-    ] = None
+    name: Annotated[str | None, "Display name.", Characters(1, MAX_NAME_CHARACTERS)] = None
     move_name: MoveNameOption = False
-    ttl: Annotated[
-        str | None, Option("--ttl", help="Time to live from now, for example 30m, 1.5h, 7d; never: for good.")
-    ] = None
+    ttl: Annotated[str | None, "Time to live from now, for example 30m, 1.5h, 7d; never: for good."] = None
     renew: Annotated[
-        str | None,
-        Option(
-            "--renew", help="Time to live that every use begins anew, likewise; never: uses change nothing."
-        ),
+        str | None, "Time to live that every use begins anew, likewise; never: uses change nothing."
     ] = None
     readers: Annotated[
         str | None,
@@ -308,7 +272,6 @@ class UpdateConfig(ServerConfig):
                 parse_ttl(text)
 
     def changes(self) -> ContextChanges:
-        """For the server."""
         changes: ContextChanges = {"display_name": self.name, "move_name": self.move_name}
         if self.readers is not None:
             changes["readers"] = [name.strip() for name in self.readers.split(",") if name.strip()]
@@ -327,20 +290,20 @@ class UpdateConfig(ServerConfig):
 @configured(UpdateConfig)
 def update_context(
     config: UpdateConfig,
-    reference: ReferenceArgument,
-    label: LabelOption = None,
-    pin: PinOption = None,
+    reference: report.ReferenceArgument,
+    label: report.LabelOption = None,
+    pin: report.PinOption = None,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
     """Change a context's name, labels, pin and expiry, and who reads it."""
-    changes: ContextChanges = {**config.changes(), "labels": parse_labels(label or ()), "pinned": pin}
+    changes: ContextChanges = {**config.changes(), "labels": report.parse_labels(label or ()), "pinned": pin}
     if not any(value is not None and value != {} for name, value in changes.items() if name != "move_name"):
         raise InvalidArgumentError(
             "expected an option that says what is to change, such as --name, --label or --pin"
         )
     with Client(config.server, credentials=config.credentials()) as client:
         changed = client.update_context(client.find_context(reference).name, **changes)
-    print_context(changed, output)
+    report.print_context(changed, output)
 
 
 operations = new_group("Show, await, cancel and forget the making of contexts.")
@@ -358,7 +321,7 @@ def _print(operation: OperationInfo, output: OutputFormat) -> None:
     if output is OutputFormat.JSON:
         print_json(_operation_object(operation))
     else:
-        print_rows(_operation_rows(operation))
+        report.print_rows(_operation_rows(operation))
 
 
 @operations.command("ls")
@@ -422,20 +385,18 @@ def remove_operation(
     """Forget an operation that has ended; its context stays."""
     with Client(config.server, credentials=config.credentials()) as client:
         client.delete_operation(_name(operation))
-    print_done("removed", [_name(operation)], output)
+    report.print_done("removed", [_name(operation)], output)
 
 
 def _operation_object(operation: OperationInfo) -> dict[str, Any]:
-    """An operation as JSON."""
     plain = replace(operation, context=None, error=None)
     times = {"create_time": operation.create_time and operation.create_time.isoformat()}
-    context = None if operation.context is None else context_object(operation.context)
-    error = None if operation.error is None else error_object(operation.error)
+    context = None if operation.context is None else report.context_object(operation.context)
+    error = None if operation.error is None else report.error_object(operation.error)
     return {**asdict(plain), **times, "context": context, "error": error}
 
 
 def _print_operations(operations: Sequence[OperationInfo]) -> None:
-    """A table of them."""
     rows = [
         [
             operation.name,
@@ -452,7 +413,6 @@ def _print_operations(operations: Sequence[OperationInfo]) -> None:
 
 
 def _operation_rows(operation: OperationInfo) -> list[tuple[str, str]]:
-    """All that the server says of an operation."""
     left = operation.remaining_s
     return [
         ("name", operation.name),

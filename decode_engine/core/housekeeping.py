@@ -23,7 +23,6 @@ from threading import Lock
 
 from decode_engine.rpc.contexts.creation import Workshop
 from index_store.errors import QueueFullError, QuotaExceededError, SparseKVError, StoreBoundError
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.jobs.job_record import JobRecord
 from index_store.memory.arena import Arena
 from index_store.methods.default import DEFAULT_METHOD
@@ -102,7 +101,6 @@ class KeptBeginnings:
         self._stats = BeginningStats()
 
     def stats(self) -> BeginningStats:
-        """What was done so far."""
         with self._lock:
             return self._stats
 
@@ -245,10 +243,7 @@ def stored_bytes(model: ModelIdentity, dtype: str, tokens: int, methods: Sequenc
     )
     specs = {spec.name: spec for name in methods if name in METHODS for spec in METHODS[name].index_specs()}
     rows = tokens * len(model.full_layers) * model.kv_heads
-    indexes = (
-        INDEX_KINDS[spec.kind].bytes_per_token(spec.parameters, model.head_dim) * rows
-        for spec in specs.values()
-    )
+    indexes = (spec.built.bytes_per_token(model.head_dim) * rows for spec in specs.values())
     return int(_SPARE * (sum(entry.nbytes for entry in entries if entry is not None) + sum(indexes)))
 
 

@@ -84,7 +84,6 @@ class Told:
         self._holders: Counter[tuple[Medium, int]] = Counter()
 
     def changes(self, held: Held) -> list[BlockStored | BlockRemoved]:
-        """What is to be told of what is held now."""
         gone = [place for place in self._blocks if place not in held]
         told: list[BlockStored | BlockRemoved] = [each for place in gone for each in self._remove(place)]
         for place, manifest in held.items():

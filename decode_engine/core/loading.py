@@ -83,15 +83,7 @@ def load_service(
     try:
         ranks, options = start_ranks(config, device) if config.divided else (Alone(), {})
         runner = ModelRunner(
-            folder,
-            device,
-            config.dtype,
-            config.prompts,
-            searching,
-            phase.say,
-            config.weights,
-            ranks,
-            options,
+            folder, device, config.dtype, config.prompts, searching, phase.say, config.weights, ranks, options
         )
         loaded = time.monotonic()
         compiling.result()

@@ -31,13 +31,11 @@ class LocalHandle:
         self._forget = forget
 
     def cancel(self) -> None:
-        """See `Handle.cancel`."""
         self._forget()
         self._reply.cancelled = True
         self._engine.wake()
 
     def stop(self, answer: int, tokens: int) -> None:
-        """See `Handle.stop`."""
         self._reply.stops[answer] = tokens
         self._engine.wake()
 
@@ -53,11 +51,9 @@ class LocalCore:
         self._outbox: Outbox | None = None
 
     async def facts(self) -> Facts:
-        """See `Core.facts`."""
         return self._service.facts()
 
     def submit(self, order: Order, on_events: OnEvents) -> LocalHandle:
-        """See `Core.submit`."""
         if self._outbox is None:
             self._loop = asyncio.get_running_loop()
             self._outbox = self._service.outboxes.open(self)
@@ -68,7 +64,6 @@ class LocalCore:
         return LocalHandle(self._service.engine, reply, partial(self._asked.pop, number, None))
 
     def send(self, batch: Sequence[tuple[int, Event]]) -> None:
-        """See `Sink.send`."""
         if self._loop is None:
             return
         try:
@@ -93,23 +88,18 @@ class LocalCore:
             on_events(events)
 
     async def status(self) -> Status:
-        """See `Core.status`."""
         return self._service.status()
 
     async def residency(self, bases: Sequence[str] = ()) -> Residency:
-        """See `Core.residency`."""
         return await self._service.threads.run(partial(self._service.residency, bases))
 
     async def tenancy(self) -> Tenancy:
-        """See `Core.tenancy`."""
         return await self._service.threads.run(self._service.tenancy)
 
     async def allow(self, tenant: str, tokens: int) -> None:
-        """See `Core.allow`."""
         await self._service.threads.run(partial(self._service.tenants.allow, tenant, tokens))
 
     async def warm(self, context: str, deadline_ns: int | None) -> Warmed:
-        """See `Core.warm`."""
         left = False
 
         def check() -> None:
@@ -124,5 +114,4 @@ class LocalCore:
             left = True
 
     async def changed(self, context: str) -> None:
-        """See `Core.changed`."""
         await self._service.threads.run(partial(self._service.changed, context))

@@ -100,6 +100,26 @@ _COUNTERS = {
     ),
     "keys_read": ("Keys that were read.", ("method",)),
 }
+_OF_NOW: Mapping[str, tuple[type[GaugeMetricFamily | CounterMetricFamily], str]] = {
+    "num_requests_running": (_GAUGE, "Requests that read their prompts or decode."),
+    "num_requests_waiting": (_GAUGE, "Requests that wait, or load their context."),
+    "kv_cache_usage_perc": (_GAUGE, "Share of the sessions' memory that is spoken for, 0 to 1."),
+    "context_memory_usage_perc": (_GAUGE, "Share of the contexts' memory that is taken, 0 to 1."),
+    "contexts_in_memory": (_GAUGE, "Contexts that are wholly in memory."),
+    "context_memory_bytes": (_GAUGE, "Memory that contexts take."),
+    "context_memory_in_use_bytes": (_GAUGE, "Of that, what cannot be freed now."),
+    "decode_batch": (_GAUGE, "Sessions that decoded in the latest step."),
+    "context_loads": (_COUNTER, "Contexts that were brought into memory."),
+    "kv_offload_load_bytes": (_COUNTER, "Bytes of contexts read from the store."),
+    "context_hits": (_COUNTER, "Requests that found their context in memory."),
+    "context_evictions": (_COUNTER, "Contexts that left memory for others."),
+    "kept_beginnings": (_COUNTER, "Beginnings of prompts that became contexts."),
+    "host_read_bytes": (_COUNTER, "Bytes that the device read from host memory."),
+    "rows_reused": (_COUNTER, "Rows of host memory that were found on the device."),
+    "contexts_mended": (_COUNTER, "Damaged contexts made whole from another tier."),
+    "engine_steps": (_COUNTER, "Turns of the engine."),
+    "decode_steps": (_COUNTER, "Turns in which somebody decoded."),
+}
 _AUDITED = "audited_kl_nats"
 _OF_TENANTS = {
     "tenant_requests": ("requests", "Requests that were let in, by tenant: of the quotas' tables, or other."),
@@ -118,7 +138,6 @@ class Histogram:
         self._sum = 0.0
 
     def note(self, value: float) -> None:
-        """Counts a value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -145,8 +164,7 @@ class Watched:
 class Metrics:
     """Counts what requests are told. Thread-safe."""
 
-    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        self._clock_ns = clock_ns
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self.histograms = {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
         self.counters: dict[str, Counter[str]] = {name: Counter() for name in _COUNTERS}
@@ -171,7 +189,7 @@ class Metrics:
         tell(event)
 
     def _note_tokens(self, watched: Watched, event: Says) -> None:
-        now = self._clock_ns()
+        now = time.monotonic_ns()
         before = watched.last_ns.get(event.answer)
         if before is not None:
             self.histograms["inter_token_latency_seconds"].note((now - before) / 1e9)
@@ -235,7 +253,6 @@ class Metrics:
             self.counters["request_failures"][event.reason] += 1
 
     def families(self, prefix: str, model: str) -> Iterator[Metric]:
-        """All that was counted."""
         with self._lock:  # for a copy alone: who is told a token waits for it
             values = {name: histogram.told() for name, histogram in self.histograms.items()}
             counts = {name: dict(counter) for name, counter in self.counters.items()}
@@ -279,7 +296,6 @@ class ServiceCollector(Collector):
         self._prefixes = (OURS, ALIAS) if alias else (OURS,)
 
     def collect(self) -> Iterable[Metric]:
-        """See `Collector`."""
         present = self._present()
         for prefix in self._prefixes:
             yield from self._metrics.families(prefix, present.facts.identity.name)
@@ -291,58 +307,29 @@ class ServiceCollector(Collector):
         model = facts.identity.name
         limit, running = engine.session_limit_bytes, engine.prompting + engine.decoding
         spoken_for = engine.session_bytes / limit if limit else 0.0
-        taken = arena.used_bytes / arena.budget_bytes if arena.budget_bytes else 0.0
-        rows: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, float, str], ...] = (
-            (_GAUGE, "num_requests_running", running, "Requests that read their prompts or decode."),
-            (
-                _GAUGE,
-                "num_requests_waiting",
-                engine.requests - running,
-                "Requests that wait, or load their context.",
-            ),
-            (
-                _GAUGE,
-                "kv_cache_usage_perc",
-                spoken_for,
-                "Share of the sessions' memory that is spoken for, 0 to 1.",
-            ),
-            (
-                _GAUGE,
-                "context_memory_usage_perc",
-                taken,
-                "Share of the contexts' memory that is taken, 0 to 1.",
-            ),
-            (_GAUGE, "contexts_in_memory", arena.contexts, "Contexts that are wholly in memory."),
-            (_GAUGE, "context_memory_bytes", arena.used_bytes, "Memory that contexts take."),
-            (_GAUGE, "context_memory_in_use_bytes", arena.leased_bytes, "Of that, what cannot be freed now."),
-            (_GAUGE, "decode_batch", engine.decode_batch, "Sessions that decoded in the latest step."),
-            (_COUNTER, "context_loads", arena.loads, "Contexts that were brought into memory."),
-            (_COUNTER, "kv_offload_load_bytes", arena.loaded_bytes, "Bytes of contexts read from the store."),
-            (_COUNTER, "context_hits", arena.hits, "Requests that found their context in memory."),
-            (_COUNTER, "context_evictions", arena.evictions, "Contexts that left memory for others."),
-            (
-                _COUNTER,
-                "kept_beginnings",
-                kept.kept_beginnings,
-                "Beginnings of prompts that became contexts.",
-            ),
-            (
-                _COUNTER,
-                "host_read_bytes",
-                engine.host_bytes_read,
-                "Bytes that the device read from host memory.",
-            ),
-            (
-                _COUNTER,
-                "rows_reused",
-                engine.rows_reused,
-                "Rows of host memory that were found on the device.",
-            ),
-            (_COUNTER, "contexts_mended", present.mended, "Damaged contexts made whole from another tier."),
-            (_COUNTER, "engine_steps", engine.steps, "Turns of the engine."),
-            (_COUNTER, "decode_steps", engine.decode_steps, "Turns in which somebody decoded."),
-        )
-        for kind, name, value, said in rows:
+        taken = arena.used.total / arena.budget.total if arena.budget.total else 0.0
+        values = {
+            "num_requests_running": running,
+            "num_requests_waiting": engine.requests - running,
+            "kv_cache_usage_perc": spoken_for,
+            "context_memory_usage_perc": taken,
+            "contexts_in_memory": arena.contexts,
+            "context_memory_bytes": arena.used.total,
+            "context_memory_in_use_bytes": arena.leased.total,
+            "decode_batch": engine.decode_batch,
+            "context_loads": arena.loads,
+            "kv_offload_load_bytes": arena.loaded_bytes,
+            "context_hits": arena.hits,
+            "context_evictions": arena.evictions,
+            "kept_beginnings": kept.kept_beginnings,
+            "host_read_bytes": engine.host_bytes_read,
+            "rows_reused": engine.rows_reused,
+            "contexts_mended": present.mended,
+            "engine_steps": engine.steps,
+            "decode_steps": engine.decode_steps,
+        }
+        for name, value in values.items():
+            kind, said = _OF_NOW[name]
             family = kind(f"{prefix}:{name}", said, labels=["model_name"])
             family.add_metric([model], value)
             yield family
@@ -358,7 +345,7 @@ class ServiceCollector(Collector):
             "max_sessions": str(facts.max_sessions),
             "max_waiting": str(facts.max_waiting),
             "session_memory_bytes": str(limit or 0),
-            "context_memory_bytes": str(arena.budget_bytes),
+            "context_memory_bytes": str(arena.budget.total),
         }
         info = InfoMetricFamily(f"{prefix}:cache_config", "What the server was told.")
         info.add_metric([], told)
@@ -551,7 +538,6 @@ class Seeing:
     audit_share: float = 0.0
 
     def watch(self, order: Order, reply: Reply, arrived_ns: int) -> None:
-        """Follows a request by what it is told."""
         if self.exporter is not None:
             self.exporter.metrics.watch(reply, arrived_ns)
         if self.spans is not None:
@@ -568,7 +554,6 @@ class Seeing:
         return leaves_out and not seeded and random.random() < self.audit_share
 
     def close(self) -> None:
-        """Ends what was started."""
         for each in (self.exporter, self.kv_events, self.spans):
             if each is not None:
                 each.close()

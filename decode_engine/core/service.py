@@ -78,8 +78,7 @@ def choose_method(order: Order, manifest: Manifest, tuned: TunedDefault | None =
     method = get_method(name, keep, order.search_period, mass=mass, tokens=tokens)
     if method.period > MAX_SEARCH_PERIOD:
         raise InvalidArgumentError(
-            f"method {name!r}: @period is {method.period}, expected 1 to {MAX_SEARCH_PERIOD}",
-            field="method",
+            f"method {name!r}: @period is {method.period}, expected 1 to {MAX_SEARCH_PERIOD}", field="method"
         )
     if method.append_block < MIN_APPEND_BLOCK:
         raise InvalidArgumentError(
@@ -132,7 +131,6 @@ class Outboxes:
     of_doors: list[Outbox] = field(default_factory=list)
 
     def open(self, sink: Sink) -> Outbox:
-        """One more."""
         outbox = Outbox(sink)
         self.of_doors = [*self.of_doors, outbox]
         return outbox
@@ -142,7 +140,6 @@ class Outboxes:
         self.of_doors = [each for each in self.of_doors if each is not outbox]
 
     def flush(self) -> None:
-        """Sends what is there."""
         for outbox in self.of_doors:
             outbox.flush()
 
@@ -267,7 +264,6 @@ class EngineService:
         self.runner.close()
 
     def facts(self) -> Facts:
-        """See `Core.facts`."""
         runner = self.runner
         return Facts(
             runner.identity,
@@ -287,15 +283,14 @@ class EngineService:
             self._fail(reply, error)
 
     def status(self) -> Status:
-        """See `Core.status`."""
         arena = self.arena.stats()
         return Status(
             asdict(self.engine.stats()),
             asdict(self.beginnings.stats()),
             {
-                "context_bytes": arena.used_bytes,
-                "context_used_bytes": arena.leased_bytes,
-                "context_limit_bytes": arena.budget_bytes,
+                "context_bytes": arena.used.total,
+                "context_used_bytes": arena.leased.total,
+                "context_limit_bytes": arena.budget.total,
                 "contexts": arena.contexts,
                 "context_loads": arena.loads,
                 "context_hits": arena.hits,
@@ -309,7 +304,6 @@ class EngineService:
         )
 
     def residency(self, bases: Sequence[str]) -> Residency:
-        """See `Core.residency`."""
         placements = {}
         for id_ in bases:
             try:
@@ -319,7 +313,6 @@ class EngineService:
         return Residency(self.arena.ids(), placements)
 
     def tenancy(self) -> Tenancy:
-        """See `Core.tenancy`."""
         stored: Counter[str] = Counter()
         for manifest in self.store.list():
             stored[manifest.tenant] += manifest.kv_bytes + manifest.index_bytes
@@ -337,7 +330,7 @@ class EngineService:
             ground.read(self.store)
             load_ns = self.engine.clock_ns() - before
             renew(self.store, ground.named)
-            return Warmed(already, load_ns, resident.first_layer_ns, resident.all_layers_ns)
+            return Warmed(already, load_ns, resident.gate.first_layer_ns, resident.gate.all_layers_ns)
 
     def _fetch(self, ground: Ground, check: Callable[[], None], limit_s: float | None = None) -> None:
         """Has in the store what has to be loaded, where an object store has it. limit_s: see `Beyond.bring`."""
@@ -347,7 +340,6 @@ class EngineService:
             self.store.bring(ground.named.id, check, limit_s)
 
     def changed(self, context: str) -> None:
-        """See `Core.changed`."""
         try:
             self.arena.note(self.store.manifest(context))
         except SparseKVError:  # it is not there, or is not to be used
@@ -591,15 +583,7 @@ class EngineService:
             if order.keep is not None:
                 options = replace(order.keep, owner=order.caller)
                 keeper = SessionKeeper(
-                    store,
-                    runner,
-                    ground,
-                    fitted,
-                    resident,
-                    own,
-                    meaning.prompt,
-                    options,
-                    self.workshop.room,
+                    store, runner, ground, fitted, resident, own, meaning.prompt, options, self.workshop.room
                 )
                 keeper.check()
             looking = None

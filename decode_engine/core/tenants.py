@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from decode_engine.engine.job import Use
-from decode_engine.orders.events import LimitUse, TenantUse
 from index_store.cli.quotas import LIMITS, Quota, QuotaFile, per_minute
 from index_store.errors import QuotaExceededError
+from sparsekv.v1.values import TenantLimit, TenantUse
 
 OTHERS = "other"
 """In metrics, all tenants without a table of their own."""
@@ -34,7 +34,6 @@ class Bucket:
     at_s: float = 0.0
 
     def spent_at(self, now_s: float, allowed: int) -> float:
-        """What is spent by now."""
         back = (now_s - self.at_s) * allowed / _MINUTE_S
         self.spent, self.at_s = max(0.0, self.spent - back) if self.spent > 0 else self.spent, now_s
         return self.spent
@@ -62,7 +61,6 @@ class Tenants:
         self._lock = Lock()
 
     def weight(self, tenant: str) -> float:
-        """What a tenant gets of turns."""
         return self.quotas.known.of(tenant).weight
 
     def admit(self, tenant: str, sessions: int, prompt: int) -> RequestUse:
@@ -102,7 +100,6 @@ class Tenants:
                 account.counts[quota_of] += count
 
     def leave(self, tenant: str, sessions: int) -> None:
-        """A request has ended."""
         with self._lock:
             self._account(tenant).sessions -= sessions
 
@@ -139,12 +136,12 @@ class Tenants:
                 count = 0
             else:
                 count = round(account.buckets[limit].spent_at(now_s, allowed))
-            used.append(LimitUse(limit, count, allowed))
+            used.append(TenantLimit(limit, count, allowed))
         counts = account.counts
         return TenantUse(
             name,
             quota.weight,
-            used,
+            tuple(used),
             counts["requests"],
             counts["prompt_tokens"],
             counts["generated_tokens"],
@@ -220,16 +217,13 @@ class RequestUse(Use):
         self._closing = Lock()
 
     def read(self, tokens: int) -> None:
-        """See `Use.read`."""
         self._unread -= tokens
         self._tenants.note(self._tenant, "prompt_tokens", tokens, spent=False)
 
     def generated(self, tokens: int) -> None:
-        """See `Use.generated`."""
         self._tenants.note(self._tenant, "generated_tokens", tokens)
 
     def close(self) -> None:
-        """See `Use.close`."""
         with self._closing:
             sessions, self._sessions = self._sessions, 0
         if sessions:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,7 +83,6 @@ class OwnText:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """The text goes on with this token."""
         self.tokens.append(token)
         if len(self.tokens) >= _LEAST:
             pair, end = (self.tokens[-2], token), len(self.tokens) - 1
@@ -190,10 +190,6 @@ class Allowance:
         self._steps = max(-_MOST_OWED, min(_MOST_WON, self._steps + given + won))
 
 
-def _by_method() -> Source:
-    return Source(_BY_METHOD, 1, _LONGEST_WAIT_OF_METHOD)
-
-
 @dataclass(slots=True)
 class Costs:
     """Of steps of batches like one, None before they were seen. plain_s: seconds of a step without drafts. row, step:
@@ -202,7 +198,9 @@ class Costs:
     plain_s: float | None = None
     row: float | None = None
     step: float | None = None
-    method: Source = field(default_factory=_by_method, compare=False)
+    method: Source = field(
+        default_factory=partial(Source, _BY_METHOD, 1, _LONGEST_WAIT_OF_METHOD), compare=False
+    )
 
     def note_step(self, seconds: float, drafted: int) -> None:
         """A step took so long that verified so many drafted tokens of all sessions."""
@@ -269,7 +267,6 @@ class Drafter:
         self._with = self._since = 0
 
     def take(self, token: int) -> None:
-        """The answer goes on with this token."""
         self._own.add(token)
 
     @property

@@ -19,11 +19,7 @@ from decode_engine.engine.job import Place, Places, Reply, Use, call_all, new_jo
 from decode_engine.engine.queues import Queues
 from decode_engine.engine.requests import EngineStats, GiveWayError, Runner, SessionT, Work
 from decode_engine.engine.scheduler import Scheduler
-from decode_engine.errors import (
-    EngineCrashedError,
-    SessionMemoryError,
-    ShuttingDownError,
-)
+from decode_engine.errors import EngineCrashedError, SessionMemoryError, ShuttingDownError
 from decode_engine.orders.events import Waits
 from index_store.errors import InvalidArgumentError
 
@@ -107,7 +103,6 @@ class Engine(Generic[SessionT]):
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are accepted."""
         return self._accepting and self._crash is None
 
     @property
@@ -116,7 +111,6 @@ class Engine(Generic[SessionT]):
         return self._places.total
 
     def stats(self) -> EngineStats:
-        """What the engine does now, and did so far."""
         with self._changed:
             queues = self._queues
             return replace(
@@ -130,12 +124,7 @@ class Engine(Generic[SessionT]):
             )
 
     def reserve(
-        self,
-        context: str = "",
-        memory: int = 0,
-        client: str = "",
-        tenant: str = "",
-        use: Use | None = None,
+        self, context: str = "", memory: int = 0, client: str = "", tenant: str = "", use: Use | None = None
     ) -> Place:
         """Takes the place of one request before it costs anything.
 

@@ -66,12 +66,10 @@ class Outbox:
         self._lock = threading.Lock()
 
     def put(self, number: int, event: Event) -> None:
-        """Adds an event, which `flush` sends."""
         with self._lock:
             self._events.append((number, event))
 
     def flush(self) -> None:
-        """Sends what is there."""
         if not self._events:
             return
         with self._lock:  # while it is sent, too: batches keep their order
@@ -109,7 +107,6 @@ class Places:
 
     @property
     def total(self) -> int:
-        """Places that are taken."""
         with self._lock:
             return self._taken.total()
 
@@ -226,12 +223,10 @@ class Job(Generic[SessionT]):
 
     @property
     def order(self) -> Order:
-        """What was asked for."""
         return self.work.order
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
         return self.work.order.tenant
 
     @property
@@ -258,7 +253,6 @@ class Job(Generic[SessionT]):
         return self.sampler.repeatable or self.order.prompt_logprobs or self.work.loading
 
     def piece_ids(self, piece: Piece) -> Sequence[int]:
-        """The tokens of the next piece, one of the prompt."""
         return self.work.prompt[self.fed : self.fed + piece.tokens]
 
     def note_read(self, piece: Piece, logits: Tensor) -> None:
@@ -339,7 +333,6 @@ class Job(Generic[SessionT]):
         return "stop"
 
     def ends(self, reason: FinishReason, now_ns: int) -> Ends:
-        """The last event of the answer."""
         if self.order.keep is not None and self.order.keep.prompt_only:
             self.first_token_ns = self.prompt_done_ns
         return Ends(
@@ -353,21 +346,17 @@ class Job(Generic[SessionT]):
 
     @property
     def kept_tokens(self) -> Sequence[int]:
-        """Those of the answer that are kept."""
         return self.tokens[: self.reply.stops.get(self.answer, len(self.tokens))]
 
     @property
     def unread(self) -> int:
-        """Pieces of the prompt that are still to be read."""
         return len(self.pieces) - self.read
 
     @property
     def fed(self) -> int:
-        """Tokens of the prompt that were read."""
         return sum(piece.tokens for piece in self.pieces[: self.read] if not piece.stored)
 
     def restore(self, tokens: int) -> None:
-        """Adds a piece of stored tokens to the session."""
         done = sum(piece.tokens for piece in self.pieces[: self.read])
         self.work.restore(self.running(), done, done + tokens)
         self.read += 1

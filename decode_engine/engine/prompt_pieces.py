@@ -23,7 +23,7 @@ import torch
 
 from decode_engine.settings.command_options import Prompts
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.methods.method import FittedMethod, IndexSpec
+from index_store.methods.method import FittedMethod
 from index_store.selection.budgets import CLUSTERS, Budget, Mass, Ratio, Threshold, TokenCount
 
 _KEPT_WORK = 60
@@ -143,7 +143,8 @@ def prompt_cost(fitted: FittedMethod, prompts: Prompts, device: torch.device, ta
     # On a GPU keys that exact prompts leave behind are appended by the first step, if that has no kernels.
     if not fitted.searching or (prompts is Prompts.EXACT and device.type != "cpu"):
         return PromptCost(token, tail=tail, key=key, free=free)
-    clusters = [spec for spec in (method.index, fitted.partition) if spec is not None and _clusters(spec)]
+    specs = [spec for spec in (method.index, fitted.partition) if spec is not None]
+    clusters = [spec for spec in specs if INDEX_KINDS[spec.kind].divides_into is CLUSTERS]
     blocks = [int(spec.parameters["block"]) for spec in clusters]
     per_cluster = [_REFINEMENTS / int(spec.parameters["keys_per_cluster"]) for spec in clusters]
     layers = len(fitted.searching) / ordinary
@@ -173,10 +174,6 @@ def _kept(budget: Budget, keys: int) -> float:
     return 1.0
 
 
-def _clusters(spec: IndexSpec) -> bool:
-    return INDEX_KINDS[spec.kind].divides_into is CLUSTERS
-
-
 class Pace:
     """When streams take a step between the layers of prompts: once these have taken about as long as a step does.
 
@@ -202,7 +199,6 @@ class Pace:
         self._most = self._FIRST
 
     def note_layer(self) -> None:
-        """A layer of a prompt was read, or launched."""
         self._layers += 1
 
     @property

@@ -39,8 +39,52 @@ from typing import Generic
 from decode_engine.engine.job import Job
 from decode_engine.engine.prompt_pieces import Piece
 from decode_engine.engine.requests import SessionT
-from decode_engine.engine.turns import Turns
 from index_store.memory.patience import note_passed
+
+_MOST_KNOWN = 4096
+"""Tenants that are remembered; of more, those that were given most."""
+
+
+class Turns:
+    """What each tenant was given so far, over its weight: who was given least is first. Not thread-safe.
+
+    Tokens are counted when they are known, a prompt's before it is read, an answer's as they come ("virtual token
+    counter": Sheng et al., Fairness in Serving Large Language Models, section 4). Who begins to wait is lifted to where
+    the one stood who was served last: time without requests saves nothing up. So of two tenants that always wait, and
+    are served when it is their turn, neither gets more than the other, over their weights, by more than what one
+    request is given at once and what those that run were given since.
+    """
+
+    def __init__(self, weight: Callable[[str], float] = lambda tenant: 1.0) -> None:
+        """weight: of a tenant, above 0."""
+        self._weight = weight
+        self._given: dict[str, float] = {}
+        self._now = 0.0
+
+    def given(self, tenant: str) -> float:
+        return self._given.get(tenant, self._now)
+
+    def join(self, tenant: str) -> None:
+        """A tenant begins to wait for turns."""
+        if len(self._given) >= _MOST_KNOWN:
+            most_given = sorted(self._given, key=self.given)[_MOST_KNOWN // 2 :]
+            self._given = {name: self._given[name] for name in most_given if self._given[name] > self._now}
+        self._given[tenant] = max(self.given(tenant), self._now)
+
+    def serve(self, tenant: str) -> None:
+        self._now = max(self._now, self.given(tenant))
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        """A tenant is given something, or gives it back (below 0)."""
+        self._given[tenant] = self.given(tenant) + self.share(tenant, tokens)
+
+    def share(self, tenant: str, tokens: float) -> float:
+        return tokens / self._weight(tenant)
+
+    def place(self, tenant: str) -> tuple[float, str]:
+        """Tenants are served in the order of this."""
+        return self.given(tenant), tenant
+
 
 MAX_PASSES = 4
 """Passes over the model in which one step feeds pieces of prompts."""
@@ -96,7 +140,7 @@ class Waiting(Generic[SessionT]):
         loading: also one whose context is still being loaded.
         """
         blocked: list[Job[SessionT]] = []
-        for key in self._in_turn():
+        for key in sorted(self._queues, key=lambda key: (*self.turns.place(key[0]), key[1])):
             queue = self._queues[key]
             job = queue[0]
             if job.work.loading and not loading:
@@ -137,7 +181,6 @@ class Waiting(Generic[SessionT]):
             yield job, place
 
     def remove(self, job: Job[SessionT]) -> None:
-        """Takes out a request, if it is here."""
         queue = self._queues.get(_key(job))
         if queue is None or job not in queue:
             return
@@ -145,10 +188,6 @@ class Waiting(Generic[SessionT]):
         queue.remove(job)
         if not queue:
             del self._queues[_key(job)]
-
-    def _in_turn(self) -> list[_Key]:
-        """Queues in the order in which they are served."""
-        return sorted(self._queues, key=lambda key: (*self.turns.place(key[0]), key[1]))
 
 
 def _key(job: Job[SessionT]) -> _Key:
@@ -180,16 +219,13 @@ class Queues(Generic[SessionT]):
         self.waiting, self.reading = Waiting(Turns(self.weight)), Turns(self.weight)
 
     def all(self) -> list[Job[SessionT]]:
-        """All jobs that the scheduler works on, or will."""
         return [*self.waiting, *self.prompting, *self.decoding, *self.held]
 
     @property
     def empty(self) -> bool:
-        """Whether nobody waits for anything any more."""
         return not (self.all() or self.keeping)
 
     def remove(self, job: Job[SessionT]) -> None:
-        """Forgets a job."""
         self.waiting.remove(job)
         for queue in (self.prompting, self.decoding, self.held, self.keeping):
             if job in queue:
@@ -197,7 +233,6 @@ class Queues(Generic[SessionT]):
 
     @property
     def held_bytes(self) -> int:
-        """What the admitted jobs may need."""
         queues = (self.prompting, self.decoding, self.held, self.keeping)
         return sum(job.memory for queue in queues for job in queue)
 
@@ -217,7 +252,6 @@ class Queues(Generic[SessionT]):
         return job
 
     def put_back(self, job: Job[SessionT]) -> None:
-        """Undoes the admission of a job."""
         self.prompting.remove(job)
         self.waiting.put_back(job)
 

@@ -187,7 +187,6 @@ class Work(ABC, Generic[SessionT]):
         return [*(piece._replace(stored=True) for piece in copied), *prompt]
 
     def sampler(self, answer: int) -> Sampler:
-        """What draws one of the answers."""
         drawn, said = self.order.sampling, [*self.before, *self.prompt] if self.before else self.prompt
         parameters = SamplingParameters.of(drawn, self.grammar).for_answer(answer)
         return Sampler(parameters, said, self.end_ids | self.order.stop_token_ids)

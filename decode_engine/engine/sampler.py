@@ -52,7 +52,6 @@ class SamplingParameters(Sampling, frozen=True):
 
     @classmethod
     def of(cls, sampling: Sampling, grammar: Grammar | None = None) -> SamplingParameters:
-        """What an order says, with its grammar."""
         return cls(**structs.asdict(sampling), grammar=grammar)
 
     def for_answer(self, index: int) -> SamplingParameters:
@@ -88,12 +87,10 @@ class Draws:
 
     @classmethod
     def table(cls, rows_BX: Tensor) -> Draws:
-        """Of a table's columns."""
         return cls(*rows_BX.unbind(1))
 
     @classmethod
     def of(cls, samplers: Sequence[Sampler], device: torch.device | str = "cpu", ahead: int = 0) -> Draws:
-        """Of samplers, one a row."""
         rows = [cls.numbers(sampler, ahead) for sampler in samplers]
         return cls.table(torch.tensor(rows, dtype=torch.float32, device=device))
 
@@ -326,11 +323,9 @@ class Guesses(Sampler):
         self._of, self._drawn = of, 0
 
     def draw(self, ahead: int = 0) -> float:
-        """The other's number."""
         return self._of.draw(self._drawn + ahead)
 
     def take(self, token: int, logprob: TokenLogprob | None = None) -> None:
-        """Goes on to the next number."""
         self._drawn += 1
 
 

@@ -146,7 +146,6 @@ class CrashError(BaseException):
 
 
 def _fed(batch: Batch[SessionT]) -> tuple[list[SessionT], list[int], list[Sampler]]:
-    """What a step takes: sessions, their last tokens, and samplers."""
     sessions = [session for _, session in batch]
     return sessions, [job.last_token for job, _ in batch], [job.sampler for job, _ in batch]
 
@@ -182,7 +181,6 @@ class Scheduler(Generic[SessionT]):
         """What was done so far; guarded by `changed`. It is counted before a request that it ends has ended."""
 
     def turn(self) -> None:
-        """One iteration."""
         with self._changed:
             self.stats = self.stats.after_turn()
         self._drop_ended()
@@ -253,7 +251,6 @@ class Scheduler(Generic[SessionT]):
                 self._endings.fail(job, error)
 
     def _advance_prompts(self) -> None:
-        """Feeds pieces of prompts."""
         with self._changed:
             passes = self._queues.take_passes(self._prompt_chunk)
         for pieces in passes:
@@ -368,7 +365,6 @@ class Scheduler(Generic[SessionT]):
             self._flight.launch_ahead(*_fed(batch))
 
     def _batch(self) -> Batch[SessionT]:
-        """All that decode."""
         with self._changed:
             jobs = list(self._queues.decoding)
         batch: Batch[SessionT] = []

@@ -14,7 +14,6 @@ import torch
 
 from decode_engine.layers.dense_layer import Tail
 from index_store.indexes.interface.index_kind import Growth
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.method import FittedMethod
 from index_store.store.description.dtypes import stored_dtype
 
@@ -38,8 +37,7 @@ def session_bytes(fitted: FittedMethod, tokens: int) -> int:
     growth = _growth(searched, tokens)
     for spec in (searched.method.index, searched.partition):
         if spec is not None and searched.searching:
-            kind = INDEX_KINDS[spec.kind]
-            appended = kind.appended_bytes(spec.parameters, model.head_dim, growth)
+            appended = spec.built.appended_bytes(model.head_dim, growth)
             total += len(searched.searching) * model.kv_heads * appended
     return total
 

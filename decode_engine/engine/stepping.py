@@ -163,7 +163,6 @@ def choose_together(logits_BV: Tensor, samplers: Sequence[Sampler]) -> list[int 
 
 
 def _edits(logits_BV: Tensor, samplers: Sequence[Sampler]) -> tuple[list[Edits | None], dict[int, Exception]]:
-    """What is done to each row, and what went wrong with some."""
     edits: list[Edits | None] = [None] * len(samplers)
     failed: dict[int, Exception] = {}
     for row, sampler in enumerate(samplers):
@@ -209,7 +208,6 @@ class Chosen:
         """Nothing: no device uses the session."""
 
     def tokens(self) -> Sequence[Found]:
-        """What was found."""
         return self.results
 
 
@@ -273,7 +271,6 @@ class Flight(Generic[SessionT]):
 
     @property
     def flies(self) -> bool:
-        """Whether a step is in flight."""
         return self._step is not None
 
     def leave(self, session: SessionT) -> None:

@@ -18,21 +18,16 @@ from torch import Tensor
 from decode_engine.evaluation.machine import arena_for, describe_machine, return_free_memory
 from decode_engine.evaluation.prefill_command import PrefillCommand
 from decode_engine.evaluation.results import Results, write_results
-from decode_engine.evaluation.scoring import (
-    Segment,
-    reference_log_probs,
-    score_segment,
-    seconds_per_token,
-)
+from decode_engine.evaluation.scoring import Segment, reference_log_probs, score_segment, seconds_per_token
 from decode_engine.evaluation.settings import TIMED_STEPS, WARM_UP_STEPS, EvaluationConfig, Variant
-from decode_engine.evaluation.summary import (
-    ALL_TASKS,
-    MassMap,
-    Score,
-    StoredBytes,
-    Tally,
+from decode_engine.evaluation.summary import ALL_TASKS, MassMap, Score, StoredBytes, Tally
+from decode_engine.evaluation.tasks.documents import (
+    Document,
+    Question,
+    chat_question,
+    make_documents,
+    source_text,
 )
-from decode_engine.evaluation.tasks import Document, Question, chat_question, make_documents, source_text
 from decode_engine.model.runner import ModelRunner
 from decode_engine.settings.command_options import Prompts
 from index_store.cli.console import Advance, StartStage
@@ -87,7 +82,6 @@ def _setting(config: EvaluationConfig, runner: ModelRunner, text: str) -> dict[s
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON has it."""
     if isinstance(value, Prompts):
         return value.value
     return str(value) if isinstance(value, Path) else value
@@ -201,7 +195,6 @@ class _Evaluation:
         self.maps[length] = [found for found in maps if found is not None]
 
     def write(self, *, complete: bool) -> Results:
-        """Writes and returns the results so far."""
         results = Results(
             {**self.setting, "complete": complete},
             [score for scores in self.scores.values() for score in scores],

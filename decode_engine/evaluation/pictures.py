@@ -176,7 +176,6 @@ def _place(score: Score) -> tuple[float, float]:
 
 
 def _look(number: int) -> dict[str, Any]:
-    """Marker and colour of a method."""
     import matplotlib.pyplot as plt
 
     colours = [colour for name in ("tab10", "Dark2") for colour in plt.get_cmap(name).colors]

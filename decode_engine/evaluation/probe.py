@@ -10,7 +10,7 @@ the last observed position, N context tokens, d head dim.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -31,7 +31,10 @@ class LayerSample:
     recall_HT: of the searched keys with the largest softmax over the searched range, summed over the group, as many as
         were selected: the share that was selected; nan where nothing was. mass_HTG: attention weight of all keys
         attended exactly: selection, sinks, recent window, tail. error_T: |o - o_full| / |o_full| over all heads, with
-    @@"""
+        the remainder in o. vectors_T: vectors of the index compared, per KV head. search_bytes_T, exact_bytes_T,
+        remainder_bytes_T: of index, keys and values that were read for all KV heads. full_bytes_T: of all keys and
+        values. tokens_T: of context and tail.
+    """
 
     layer: int
     recall_HT: Tensor
@@ -46,23 +49,12 @@ class LayerSample:
 
     @property
     def bytes_T(self) -> Tensor:
-        """All that is read."""
         return self.search_bytes_T + self.exact_bytes_T + self.remainder_bytes_T
 
     def on_host(self) -> LayerSample:
         """The same in host memory, so that samples of a GPU do not wait there to be summarised."""
-        return LayerSample(
-            self.layer,
-            self.recall_HT.cpu(),
-            self.mass_HTG.cpu(),
-            self.error_T.cpu(),
-            self.vectors_T.cpu(),
-            self.search_bytes_T.cpu(),
-            self.exact_bytes_T.cpu(),
-            self.remainder_bytes_T.cpu(),
-            self.full_bytes_T.cpu(),
-            self.tokens_T.cpu(),
-        )
+        measured = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layer"}
+        return LayerSample(self.layer, **{name: figure.cpu() for name, figure in measured.items()})
 
 
 class Probe:
@@ -76,7 +68,6 @@ class Probe:
         self.samples: list[LayerSample] = []
 
     def attach(self, session: Session) -> None:
-        """Observes every searching layer of the session from now on."""
         for number, layer in enumerate(session.layers):
             if isinstance(layer, SparseLayer):
                 layer.observer = partial(self._observe, number)

@@ -169,7 +169,6 @@ def _table(title: str, figures: Sequence[Sequence[str]], caption: str) -> Table:
 
 
 def markdown_tables(scores: Sequence[Score], prompts: str) -> str:
-    """The same for a document."""
     text = f"{quality_caption(scores, prompts)}\n\n{_markdown(figures_of_quality(scores))}"
     if (by_task := figures_by_task(scores)) is not None:
         text = f"{text}\nExact match / KL by task:\n\n{_markdown(by_task)}"
@@ -224,7 +223,6 @@ class Results:
         return str(self.setting["settings"]["prompts"])
 
     def as_json(self) -> dict[str, Any]:
-        """The object that results.json holds."""
         return {
             **self.setting,
             "scores": [asdict(score) for score in self.scores],

@@ -146,12 +146,7 @@ def _predict(
         figures = session.figures
     finally:
         session.close()
-    touched = Touched(
-        figures.sparse_attended,
-        figures.sparse_available,
-        figures.attended,
-        figures.available,
-    )
+    touched = Touched(figures.sparse_attended, figures.sparse_available, figures.attended, figures.available)
     return torch.log_softmax(logits_TV, dim=-1), touched, tuple(probe.samples)
 
 

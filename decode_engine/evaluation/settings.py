@@ -9,20 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from decode_engine.evaluation.prefill_command import attention_flags
-from decode_engine.evaluation.tasks import FAMILIES, DocumentSet, get_family, parse_length
-from decode_engine.settings.command_options import (
-    DeviceOption,
-    DistractorsOption,
-    ModelOption,
-    PlacementOption,
-    Prompts,
-    PromptsOption,
-    TextOption,
-    WeightsOption,
-    check_device,
-    check_placement,
-    check_weights,
-)
+from decode_engine.evaluation.tasks.documents import DocumentSet, parse_length
+from decode_engine.evaluation.tasks.family import FAMILIES, get_family
+from decode_engine.settings import command_options as shared
 from index_store.cli.options import (
     AUTO,
     AtLeast,
@@ -63,7 +52,6 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """For tables."""
         return self.expression if self.after is None else f"{self.expression} after {self.after}"
 
     @property
@@ -95,8 +83,8 @@ class EvaluationConfig:
     prompts: what a question's tokens attend to; auto is each what a search for it selects, on any device.
     """
 
-    out: Annotated[Path, Option(help="Folder for the results, the pictures and the store."), OutputFolder()]
-    model: ModelOption = "reader"
+    out: Annotated[Path, "Folder for the results, the pictures and the store.", OutputFolder()]
+    model: shared.ModelOption = "reader"
     context_lengths: Annotated[
         tuple[int, ...],
         Option("--context-length", help="Context lengths in tokens, comma-separated."),
@@ -105,65 +93,57 @@ class EvaluationConfig:
     ] = (8192, 32768)
     tasks: Annotated[
         tuple[str, ...],
-        Option(help=f"Tasks, comma-separated: {', '.join(FAMILIES)}."),
+        f"Tasks, comma-separated: {', '.join(FAMILIES)}.",
         comma_separated("single"),
         OneOf(*FAMILIES),
     ] = ("single",)
-    questions: Annotated[
-        int, Option(help="Questions per context length, over all tasks."), AtLeast(1, 1_000_000)
-    ] = 216
-    facts: Annotated[int, Option(help="Questions per context at most."), AtLeast(1, 100_000)] = 24
-    distractors: DistractorsOption = None
+    questions: Annotated[int, "Questions per context length, over all tasks.", AtLeast(1, 1_000_000)] = 216
+    facts: Annotated[int, "Questions per context at most.", AtLeast(1, 100_000)] = 24
+    distractors: shared.DistractorsOption = None
     methods: Annotated[
         tuple[str, ...],
-        Option(help=f"Methods, comma-separated, each {EXPRESSION_HELP}; by default all presets."),
+        f"Methods, comma-separated, each {EXPRESSION_HELP}; by default all presets.",
         comma_separated(""),
     ] = ()
     keep: Annotated[
         tuple[float, ...],
-        Option(help="Fractions of the keys to keep, comma-separated."),
+        "Fractions of the keys to keep, comma-separated.",
         comma_separated("0.01,0.02,0.05,0.1", _parse_number),
         MoreThan(0, 1),
     ] = (0.01, 0.02, 0.05, 0.1)
     mass: Annotated[
         tuple[float, ...],
-        Option(help="Attention masses to keep, for methods that follow mass."),
+        "Attention masses to keep, for methods that follow mass.",
         comma_separated("0.5,0.7,0.9,0.95", _parse_number),
         MoreThan(0, 1),
     ] = (0.5, 0.7, 0.9, 0.95)
-    text: TextOption = ()
+    text: shared.TextOption = ()
     text_tokens: Annotated[
-        int,
-        Option(help="Plain-text tokens scored after each context."),
-        AtLeast(TIMED_STEPS + WARM_UP_STEPS, 100_000),
+        int, "Plain-text tokens scored after each context.", AtLeast(TIMED_STEPS + WARM_UP_STEPS, 100_000)
     ] = 96
-    chat: Annotated[bool, Option("--chat", help="Ask through the model's own chat template.")] = False
-    dense_layers: Annotated[str, Option(help="As for prefill-worker run.")] = AUTO
-    calibration: Annotated[Path | None, Option(help="As for prefill-worker run."), InputFile()] = None
+    chat: Annotated[bool, "Ask through the model's own chat template."] = False
+    dense_layers: Annotated[str, "As for prefill-worker run."] = AUTO
+    calibration: Annotated[Path | None, "As for prefill-worker run.", InputFile()] = None
     index: Annotated[tuple[str, ...], Option(metavar="NAME", help="As for prefill-worker run.")] = ()
     index_for: Annotated[
         tuple[str, ...],
-        Option(help="Further methods to build indexes for, so that several runs share contexts."),
+        "Further methods to build indexes for, so that several runs share contexts.",
         comma_separated(""),
     ] = ()
-    store: Annotated[
-        Path | None, Option(help="Store for the contexts; OUT/store by default."), OutputFolder()
-    ] = None
-    seed: Annotated[int, Option(help="Decides facts, depths and parts of the text."), AtLeast(0)] = 0
-    device: DeviceOption = AUTO
-    placement: PlacementOption = AUTO
-    prompts: PromptsOption = Prompts.AUTO
-    weights: WeightsOption = AUTO
+    store: Annotated[Path | None, "Store for the contexts; OUT/store by default.", OutputFolder()] = None
+    seed: Annotated[int, "Decides facts, depths and parts of the text.", AtLeast(0)] = 0
+    device: shared.DeviceOption = AUTO
+    placement: shared.PlacementOption = AUTO
+    prompts: shared.PromptsOption = shared.Prompts.AUTO
+    weights: shared.WeightsOption = AUTO
     attention: Annotated[
         str,
-        Option(
-            help="muse, or muse:block=1024,clusters=64,monopole: prefill every context with approximate attention as "
-            "well, and compare what it answers with full attention to the exact one."
-        ),
+        "muse, or muse:block=1024,clusters=64,monopole: prefill every context with approximate attention as "
+        "well, and compare what it answers with full attention to the exact one.",
     ] = "exact"
     rows: Annotated[
         str,
-        Option(help="int8: prefill every context with rows in 8 bits as well, and compare in the same way."),
+        "int8: prefill every context with rows in 8 bits as well, and compare in the same way.",
         OneOf(*ROW_CODINGS),
     ] = AS_DTYPE
 
@@ -171,9 +151,9 @@ class EvaluationConfig:
         from index_store.methods.presets import METHODS, get_method
 
         check_bounds(self)
-        check_device(self.device)
-        check_placement(self.placement, self.device)
-        check_weights(self.weights, self.device)
+        shared.check_device(self.device)
+        shared.check_placement(self.placement, self.device)
+        shared.check_weights(self.weights, self.device)
         if not self.context_lengths:
             raise InvalidArgumentError("--context-length is empty, expected lengths such as 8k,32k")
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):

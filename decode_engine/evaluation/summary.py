@@ -6,8 +6,9 @@ Shape legend: T predicted positions, H KV heads, G group heads.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,12 +123,7 @@ class Tally:
         self.contexts.append(context)
 
     def summarise(
-        self,
-        context_length: int,
-        variant: Variant,
-        full: Tally,
-        stored: StoredBytes,
-        task: str = ALL_TASKS,
+        self, context_length: int, variant: Variant, full: Tally, stored: StoredBytes, task: str = ALL_TASKS
     ) -> Score:
         """Means and standard errors. `full` is full attention's tally over the same segments in the same order."""
         pairs = [
@@ -138,18 +134,30 @@ class Tally:
         scores = [mine for _, mine, _ in pairs]
         observed = [(context, mine) for context, mine, _ in pairs if mine.samples]
         asked = [pair for pair in pairs if pair[1].exact is not None]
-        exact, exact_se = _mean(asked, lambda mine, _: _exact(mine))
-        loss, loss_se = _mean(asked, lambda mine, reference: _exact(reference) - _exact(mine))
-        hit, hit_se = _mean(asked, lambda mine, _: mine.hit_T[mine.answer_T])
-        kl, kl_se = _mean(asked, lambda mine, _: mine.kl_T)
-        kl_answer, kl_answer_se = _mean(asked, lambda mine, _: mine.kl_T[mine.answer_T])
-        kl_text, kl_text_se = _mean(
-            [pair for pair in pairs if pair[1].exact is None], lambda mine, _: mine.kl_T
-        )
-        recall, recall_se = _observed(observed, lambda sample: sample.recall_HT)
-        captured, captured_se = _observed(observed, lambda sample: sample.mass_HTG)
-        error, error_se = _observed(observed, lambda sample: sample.error_T)
-        read_share = _observed(observed, lambda sample: sample.bytes_T / sample.full_bytes_T)[0]
+        text = [pair for pair in pairs if pair[1].exact is None]
+        measured = {
+            "exact_match": _mean(asked, lambda mine, _: _exact(mine)),
+            "exact_match_loss": _mean(asked, lambda mine, reference: _exact(reference) - _exact(mine)),
+            "answer_tokens_hit": _mean(asked, lambda mine, _: mine.hit_T[mine.answer_T]),
+            "kl": _mean(asked, lambda mine, _: mine.kl_T),
+            "kl_answer": _mean(asked, lambda mine, _: mine.kl_T[mine.answer_T]),
+            "kl_text": _mean(text, lambda mine, _: mine.kl_T),
+            "recall": _observed(observed, lambda sample: sample.recall_HT),
+            "captured_mass": _observed(observed, lambda sample: sample.mass_HTG),
+            "output_error": _observed(observed, lambda sample: sample.error_T),
+        }
+        figures: dict[str, Any] = {name: mean for name, (mean, _) in measured.items()}
+        figures |= {f"{name}_se": error for name, (_, error) in measured.items()}
+        of_samples: Mapping[str, Callable[[LayerSample], Tensor]] = {
+            "vectors_read": lambda sample: sample.vectors_T,
+            "bytes_per_step": lambda sample: sample.bytes_T,
+            "bytes_per_token": lambda sample: sample.bytes_T / sample.tokens_T,
+            "bytes_share": lambda sample: sample.bytes_T / sample.full_bytes_T,
+            "search_share": lambda sample: sample.search_bytes_T / sample.full_bytes_T,
+            "exact_share": lambda sample: sample.exact_bytes_T / sample.full_bytes_T,
+            "remainder_share": lambda sample: sample.remainder_bytes_T / sample.full_bytes_T,
+        }
+        figures |= {name: _observed(observed, value)[0] for name, value in of_samples.items()}
         return Score(
             context_length=context_length,
             task=task,
@@ -159,34 +167,8 @@ class Tally:
             mass=variant.mass,
             questions=len(asked),
             contexts=len({context for context, _, _ in asked}),
-            exact_match=exact,
-            exact_match_se=exact_se,
-            exact_match_loss=loss,
-            exact_match_loss_se=loss_se,
-            answer_tokens_hit=hit,
-            answer_tokens_hit_se=hit_se,
-            kl=kl,
-            kl_se=kl_se,
-            kl_answer=kl_answer,
-            kl_answer_se=kl_answer_se,
-            kl_text=kl_text,
-            kl_text_se=kl_text_se,
-            recall=recall,
-            recall_se=recall_se,
-            captured_mass=captured,
-            captured_mass_se=captured_se,
-            output_error=error,
-            output_error_se=error_se,
-            vectors_read=_observed(observed, lambda sample: sample.vectors_T)[0],
-            bytes_per_step=_observed(observed, lambda sample: sample.bytes_T)[0],
-            bytes_per_token=_observed(observed, lambda sample: sample.bytes_T / sample.tokens_T)[0],
-            bytes_share=read_share,
-            bytes_all=_over_all_layers(read_share, scores),
-            search_share=_observed(observed, lambda sample: sample.search_bytes_T / sample.full_bytes_T)[0],
-            exact_share=_observed(observed, lambda sample: sample.exact_bytes_T / sample.full_bytes_T)[0],
-            remainder_share=_observed(
-                observed, lambda sample: sample.remainder_bytes_T / sample.full_bytes_T
-            )[0],
+            **figures,
+            bytes_all=_over_all_layers(figures["bytes_share"], scores),
             touched_sparse=_ratio((s.touched.sparse_kept, s.touched.sparse_total) for s in scores),
             touched_all=_ratio((s.touched.kept, s.touched.total) for s in scores) or 0.0,
             milliseconds_per_token=1e3 * statistics.median(self.seconds),
@@ -213,7 +195,6 @@ class Tally:
 
     @property
     def tasks(self) -> list[str]:
-        """The families asked so far, in order."""
         return list(dict.fromkeys(score.task for score in self.scores if score.exact is not None))
 
 

@@ -45,7 +45,6 @@ class Candidate:
 
     @property
     def budget(self) -> str:
-        """The budget as a text."""
         return f"{self.keep:.2%}" if self.keep is not None else f"mass {self.mass:.4g}"
 
 
@@ -129,7 +128,6 @@ class KlMeter:
         ]
 
     def measure(self, method: Method) -> Measurement:
-        """Measures a method with its budget."""
         scores = [
             score_segment(self._runner, self._context, method, segment, reference)
             for segment, reference in zip(self._segments, self._references, strict=True)

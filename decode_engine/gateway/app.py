@@ -19,17 +19,9 @@ from decode_engine.errors import CancelledError, TooManyRequestsError
 from decode_engine.gateway import generating, resources
 from decode_engine.gateway.exchange import Bounds, Exchange, HttpError, refusal
 from decode_engine.gateway.resources import CREATE, DETOKENIZE, INPUT_TOKENS, MOST_TOKENS, TOKENIZE, UPDATE
+from decode_engine.gateway.wire import reply_structs as replies
 from decode_engine.gateway.wire.bodies import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.wire.parameters import Endpoint, Fate, Members, Parameter, Variants
-from decode_engine.gateway.wire.reply_structs import (
-    ChatChunk,
-    ChatReply,
-    CompletionChunk,
-    CompletionReply,
-    ErrorReply,
-    JsonReply,
-    ResponseReply,
-)
 from decode_engine.rpc.door.rights import admit
 from decode_engine.rpc.server import GrpcDoor
 from index_store.errors import InvalidArgumentError
@@ -55,9 +47,11 @@ class _Operation:
 _TEXT: Mapping[str, Any] = {"type": "string"}
 _EVENT = {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}, "required": ["data"]}
 _OPERATIONS: Mapping[str, _Operation] = {
-    "chat": _Operation(CHAT, ChatReply, streams=True, chunk=ChatChunk),
-    "completions": _Operation(COMPLETIONS, CompletionReply, streams=True, chunk=CompletionChunk),
-    "responses": _Operation(RESPONSES, ResponseReply, streams=True),
+    "chat": _Operation(CHAT, replies.ChatReply, streams=True, chunk=replies.ChatChunk),
+    "completions": _Operation(
+        COMPLETIONS, replies.CompletionReply, streams=True, chunk=replies.CompletionChunk
+    ),
+    "responses": _Operation(RESPONSES, replies.ResponseReply, streams=True),
     "count_input": _Operation(INPUT_TOKENS),
     "tokenize": _Operation(TOKENIZE),
     "detokenize": _Operation(DETOKENIZE),
@@ -80,7 +74,14 @@ _OPERATIONS: Mapping[str, _Operation] = {
     "delete_context": _Operation(query={"force": {"enum": ["true", "false"]}}),
 }
 """By the names of handlers; what is missing takes nothing and replies an object."""
-_REPLIES = (ErrorReply, ChatReply, ChatChunk, CompletionReply, CompletionChunk, ResponseReply)
+_REPLIES = (
+    replies.ErrorReply,
+    replies.ChatReply,
+    replies.ChatChunk,
+    replies.CompletionReply,
+    replies.CompletionChunk,
+    replies.ResponseReply,
+)
 _FORM = {
     "type": "object",
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "user_data"}},
@@ -90,7 +91,6 @@ _FORM = {
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
-    """The document, in OpenAPI 3.1."""
     _, schemas = msgspec.json.schema_components(_REPLIES, ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -126,7 +126,7 @@ def _described(route: Route) -> dict[str, Any]:
     }
     if operation.streams:
         answers.setdefault("200", {"description": "With `stream`.", "content": {}})["content"].update(streams)
-    refusal = {"schema": _ref(ErrorReply)} if name != "health" else {"schema": _OBJECT}
+    refusal = {"schema": _ref(replies.ErrorReply)} if name != "health" else {"schema": _OBJECT}
     given = [
         {"name": each, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for each in route.param_convertors
@@ -244,7 +244,7 @@ ROUTES = (
 )
 
 
-_DOCUMENT = JsonReply(document(ROUTES)).body
+_DOCUMENT = replies.JsonReply(document(ROUTES)).body
 
 
 async def openapi(_: Request) -> Response:
@@ -282,7 +282,6 @@ class Front:
         """That are being taken."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
         exchange = Exchange(scope, send, self._beside, self._hold)
@@ -344,6 +343,5 @@ def _route(scope: Scope) -> str:
 
 
 def _allowed(scope: Scope) -> str:
-    """The methods of a path, of all routes that it has."""
     routes = [route for route in ROUTES if route.matches(scope)[0] is not Match.NONE]
     return ", ".join(sorted({method for route in routes for method in route.methods or ()}))

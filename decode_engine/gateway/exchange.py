@@ -74,7 +74,6 @@ def status_of_reason(reason: str) -> int:
 
 
 def failure(error: SparseKVError | HttpError) -> tuple[int, ErrorReply]:
-    """The HTTP status of an error, and its body."""
     if isinstance(error, HttpError):
         return error.status, _body(error.status, error.message, None, error.code)
     status = status_of_reason(reason_of(error))
@@ -90,7 +89,6 @@ def failure(error: SparseKVError | HttpError) -> tuple[int, ErrorReply]:
 
 
 def refusal(error: SparseKVError | HttpError) -> JsonReply:
-    """The response that tells of an error."""
     status, body = failure(error)
     headers = {"x-should-retry": "false"}
     if isinstance(error, SparseKVError):
@@ -210,7 +208,6 @@ class Exchange(Asker):
         self._send = send
 
     def certificate(self) -> str:
-        """See `Asker.certificate`."""
         return self._certificate
 
     def hold(self, nbytes: int) -> None:
@@ -219,7 +216,6 @@ class Exchange(Asker):
         self._body_bytes += nbytes
 
     async def send(self, message: Message) -> None:
-        """Passes a part of the response on."""
         if message["type"] == "http.response.start":
             self.begun = True
             self._status = message["status"]
@@ -240,7 +236,6 @@ class Exchange(Asker):
 
 
 def exchange_of(request: Request) -> Exchange:
-    """What is known of a request."""
     exchange: Exchange = request.state.exchange
     return exchange
 

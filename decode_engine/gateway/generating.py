@@ -29,13 +29,14 @@ from decode_engine.gateway.wire.bodies import Asked, chat_order, completion_orde
 from decode_engine.gateway.wire.reply_structs import JsonReply
 from decode_engine.gateway.wire.shapes import Answered, ChatShape, CompletionShape, ResponseShape, Shape
 from decode_engine.orders.order import Order
-from decode_engine.rpc.answers.answering import Said, Summary, TokenUsage
+from decode_engine.rpc.answers.answering import Said, Summary
 from decode_engine.rpc.contexts.listing import find_context
 from decode_engine.rpc.transport.status import reason_of
 from decode_engine.rpc.transport.work import forget_error, merged
 from index_store.errors import SparseKVError
 from index_store.store.description.manifest import Manifest
 from sparsekv.v1 import context_pb2
+from sparsekv.v1.values import Usage
 
 _FIRST_S = 10.0
 """How long a stream may be without a first piece before it is begun nevertheless; errors until then have a status."""
@@ -76,14 +77,16 @@ class _Running:
 
     def __init__(self, said: AsyncGenerator[Said, None]) -> None:
         self._said = said
-        self.usage: TokenUsage | None = None
+        self.usage: Usage | None = None
         self.summaries: dict[int, Summary] = {}
 
     async def pieces(self) -> AsyncGenerator[Said, None]:
         """What is part of an answer."""
         async with aclosing(self._said):
             async for said in self._said:
-                if said.usage is not None and (self.usage is None or said.usage.limit < self.usage.limit):
+                if said.usage is not None and (
+                    self.usage is None or said.usage.max_tokens < self.usage.max_tokens
+                ):
                     self.usage = said.usage
                 if said.summary is not None:
                     self.summaries[said.answer] = said.summary
@@ -93,12 +96,11 @@ class _Running:
     def tell_cap(self, request: Request, asked: Asked) -> None:
         """Tells how many tokens there may be where that is fewer than were asked for."""
         most, usage = asked.order.max_tokens, self.usage
-        if most is not None and usage is not None and 0 < usage.limit < most:
-            tell(request, "max-tokens", (str(usage.limit),))
+        if most is not None and usage is not None and 0 < usage.max_tokens < most:
+            tell(request, "max-tokens", (str(usage.max_tokens),))
 
     @property
     def ended(self) -> list[Summary]:
-        """Summaries of all answers, in order."""
         return [self.summaries[index] for index in sorted(self.summaries)]
 
 

@@ -418,7 +418,6 @@ async def _progress(request: Request, operation: OperationInfo) -> AsyncGenerato
 
 
 def operation_object(operation: OperationInfo) -> dict[str, Any]:
-    """An operation as JSON."""
     fields = {name: value for name, value in asdict(operation).items() if name not in ("context", "error")}
     created = cast("datetime | None", fields.pop("create_time"))
     return {

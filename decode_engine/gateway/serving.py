@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import h11
@@ -39,7 +38,6 @@ class BoundedConnection(H11Protocol):
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has come."""
         super().connection_made(transport)
         if encrypted := transport.get_extra_info("ssl_object"):
             self.app_state = {**self.app_state, CERTIFICATE: common_name(encrypted.getpeercert())}
@@ -87,18 +85,15 @@ class BoundedConnection(H11Protocol):
             self.loop.call_later(self._bounds.head_s, end)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is over."""
         self._head, self._unread = _stop(self._head), _stop(self._unread)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client does not read."""
         super().pause_writing()
         if self._unread is None:
             self._unread = self.loop.call_later(self._bounds.unread_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client reads again."""
         self._unread = _stop(self._unread)
         super().resume_writing()
 
@@ -155,14 +150,11 @@ class HttpPort:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.stop(0.0)
 
     @property
     def url(self) -> str:
-        """Where the paths begin."""
         return f"{'http' if self._certificates is None else 'https'}://{self.address}"
 
     def stop(self, grace_s: float) -> None:

@@ -24,23 +24,7 @@ from torch import Tensor
 
 from decode_engine.host_search import shared_search_numba as jobs
 from decode_engine.host_search.mailbox_triton import SharedWords
-from decode_engine.host_search.shared_search_numba import (
-    EPOCH,
-    FAILED,
-    INSIDE,
-    JOB,
-    JOB_FIELDS,
-    LINE,
-    PLACES_FIELDS,
-    ROW_FIELDS,
-    SEMAPHORE_WORDS,
-    STEP_WORDS,
-    compile_search,
-    post,
-    read_word,
-    take_part,
-    write_word,
-)
+from decode_engine.host_search.shared_search_numba import compile_search, take_part
 from decode_engine.host_search.table_lists_numba import BINS
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.indexes.query_tables.search_numba import TILE
@@ -85,7 +69,6 @@ class MailboxSizes:
 
     @property
     def wave_heads(self) -> list[range]:
-        """KV heads of every wave."""
         ends = [self.heads * wave // self.waves for wave in range(self.waves + 1)]
         return [range(*pair) for pair in pairwise(ends)]
 
@@ -96,12 +79,10 @@ class MailboxSizes:
 
     @property
     def lists(self) -> int:
-        """Of all rows together."""
         return self.rows * self.heads
 
     @property
     def tiles(self) -> int:
-        """Of the longest context."""
         return -(-self.max_keys // TILE)
 
     @property
@@ -142,26 +123,26 @@ class Mailbox:
         lists = sizes.lists
         self.shared = SharedWords(
             q_BX=shared(sizes.rows, sizes.heads * sizes.group * sizes.head_dim, dtype=torch.float32),
-            posted_BX=shared(sizes.rows, LINE),
-            answers_RX=shared(lists, LINE),
+            posted_BX=shared(sizes.rows, jobs.LINE),
+            answers_RX=shared(lists, jobs.LINE),
             ids_RW=shared(lists, sizes.width, dtype=torch.int32),
             waits_LR2=shared(sizes.layers, lists, 2),
-            trouble_X=shared(LINE),
+            trouble_X=shared(jobs.LINE),
         )
         self.steps = 0
         """Steps that were begun. The number of a layer's search in step s is s * layers + layer."""
         self.used: list[int] = []
         self.order: list[int] = []
-        self._stop = np.zeros(LINE, np.int64)
-        self._board = np.zeros((sizes.layers, 1 + lists, LINE), np.int64)
-        self._rows = np.zeros((sizes.rows, ROW_FIELDS), np.int64)
-        self._places = np.zeros((sizes.layers, sizes.rows, PLACES_FIELDS), np.int64)
+        self._stop = np.zeros(jobs.LINE, np.int64)
+        self._board = np.zeros((sizes.layers, 1 + lists, jobs.LINE), np.int64)
+        self._rows = np.zeros((sizes.rows, jobs.ROW_FIELDS), np.int64)
+        self._places = np.zeros((sizes.layers, sizes.rows, jobs.PLACES_FIELDS), np.int64)
         self._order = np.zeros(sizes.layers, np.int64)
         queries, tiles = sizes.queries, sizes.tiles
         self._between: dict[int, NDArray[Any]] = {
             jobs.PICKS: np.empty((lists, queries * sizes.subspaces), np.int32),
             jobs.WEIGHTS: np.empty((lists, queries * sizes.subspaces), np.float32),
-            jobs.BOUNDS: np.empty((lists, LINE), np.float32),
+            jobs.BOUNDS: np.empty((lists, jobs.LINE), np.float32),
             jobs.HISTOGRAMS: np.empty((lists * tiles, BINS), np.int32),
             jobs.PEAKS: np.empty((lists * tiles, queries), np.float32),
             jobs.TOTALS: np.empty((lists * tiles, queries), np.float32),
@@ -184,12 +165,12 @@ class Mailbox:
     @property
     def stopped(self) -> bool:
         """Whether the step was cancelled or has failed."""
-        return bool(read_word(self._stop.ctypes.data))
+        return bool(jobs.read_word(self._stop.ctypes.data))
 
     @property
     def finished(self) -> bool:
         """Whether every list of the step's last search has been answered."""
-        answers = self.shared.answers_RX.view(self.sizes.rows, self.sizes.heads, LINE)[self.used, :, 0]
+        answers = self.shared.answers_RX.view(self.sizes.rows, self.sizes.heads, jobs.LINE)[self.used, :, 0]
         return bool((answers >> jobs.COUNT_BITS == self.number_of(self.order[-1])).all())
 
     def begin(self, rows: Sequence[SearchedRow], order: Sequence[int]) -> int:
@@ -205,17 +186,17 @@ class Mailbox:
                     f"{row.keep} of {row.end} keys are to be listed; there is room for {sizes.width} of "
                     f"{sizes.max_keys}"
                 )
-        places = self._places.reshape(-1)[: searches * len(rows) * PLACES_FIELDS]
+        places = self._places.reshape(-1)[: searches * len(rows) * jobs.PLACES_FIELDS]
         for number, row in enumerate(rows):
             self._rows[number] = row.row, row.first, row.end, row.keep, row.length
-            places.reshape(searches, len(rows), PLACES_FIELDS)[:, number] = row.places
+            places.reshape(searches, len(rows), jobs.PLACES_FIELDS)[:, number] = row.places
         self.steps += 1
         self.used, self.order = [row.row for row in rows], list(order)
         self._order[:searches] = order
         self._job[jobs.USED] = len(rows)
         self._job[jobs.SEARCHES] = searches
         self._job[jobs.BASE] = self.number_of(0)
-        self._board.reshape(-1)[: searches * (1 + len(rows) * sizes.heads) * LINE] = 0
+        self._board.reshape(-1)[: searches * (1 + len(rows) * sizes.heads) * jobs.LINE] = 0
         if self.stopped:
             self._stop[:] = 0
             self.shared.answers_RX.zero_()
@@ -224,9 +205,9 @@ class Mailbox:
 
     def cancel(self) -> None:
         """Ends searching, and every wait of the device for this step, at once."""
-        write_word(self._stop.ctypes.data, 1)
+        jobs.write_word(self._stop.ctypes.data, 1)
         for number in range(self.sizes.lists):
-            write_word(self.shared.answers_RX.data_ptr() + number * LINE * _WORD_BYTES, FAILED)
+            jobs.write_word(self.shared.answers_RX.data_ptr() + number * jobs.LINE * _WORD_BYTES, jobs.FAILED)
 
     def number_of(self, layer: int) -> int:
         """What words say about a layer's search in this step."""
@@ -236,12 +217,14 @@ class Mailbox:
         """What a device does: writes the queries of all used rows, and then their words."""
         for row in self.used:
             self.shared.q_BX[row] = q_BX[row]
-            write_word(self.shared.posted_BX.data_ptr() + row * LINE * _WORD_BYTES, self.number_of(layer))
+            jobs.write_word(
+                self.shared.posted_BX.data_ptr() + row * jobs.LINE * _WORD_BYTES, self.number_of(layer)
+            )
 
     def answer(self, layer: int, number: int) -> Tensor | None:
         """The ids of a list, once it is there. Raises InterruptedError for a step that has failed."""
-        word = read_word(self.shared.answers_RX.data_ptr() + number * LINE * _WORD_BYTES)
-        if word == FAILED:
+        word = jobs.read_word(self.shared.answers_RX.data_ptr() + number * jobs.LINE * _WORD_BYTES)
+        if word == jobs.FAILED:
             raise InterruptedError("the search was cancelled")
         if word >> jobs.COUNT_BITS < self.number_of(layer):
             return None
@@ -269,7 +252,7 @@ class Mailbox:
 
     def _describe(self) -> NDArray[np.int64]:
         sizes = self.sizes
-        job = np.zeros(JOB_FIELDS, np.int64)
+        job = np.zeros(jobs.JOB_FIELDS, np.int64)
         numbers = {
             jobs.HEADS: sizes.heads,
             jobs.GROUP: sizes.group,
@@ -321,14 +304,12 @@ class SearchThreads:
 
     @property
     def workers(self) -> SearchWorkers:
-        """The threads."""
         if self._workers is None:
             self._workers = SearchWorkers(self.threads)
             logger.info("%d threads search on the host", self.threads)
         return self._workers
 
     def close(self) -> None:
-        """Ends the threads, if there are any."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
@@ -341,11 +322,11 @@ class SearchWorkers:
         """Raises InvalidArgumentError without a thread."""
         _check_threads(threads)
         compile_search()
-        self._step = np.zeros(STEP_WORDS, np.int64)
+        self._step = np.zeros(jobs.STEP_WORDS, np.int64)
         self._mailbox: Mailbox | None = None
         self._epochs = 0
-        self._end = np.zeros(LINE, np.int64)
-        self._semaphores = np.zeros((threads, SEMAPHORE_WORDS), np.int64)
+        self._end = np.zeros(jobs.LINE, np.int64)
+        self._semaphores = np.zeros((threads, jobs.SEMAPHORE_WORDS), np.int64)
         self._error: BaseException | None = None
         self._threads = [
             threading.Thread(target=self._run, args=(number,), name=f"search-{number}", daemon=True)
@@ -356,7 +337,6 @@ class SearchWorkers:
 
     @property
     def alive(self) -> int:
-        """Threads that live."""
         return sum(thread.is_alive() for thread in self._threads)
 
     def check(self) -> None:
@@ -377,12 +357,12 @@ class SearchWorkers:
             raise RuntimeError("a step is in flight")
         self._mailbox = mailbox
         self._epochs += 1
-        self._step[JOB] = mailbox.job.ctypes.data
-        write_word(self._address(EPOCH), self._epochs)
+        self._step[jobs.JOB] = mailbox.job.ctypes.data
+        jobs.write_word(self._address(jobs.EPOCH), self._epochs)
         if self._error is not None:  # a thread that died meanwhile saw no mailbox here
             mailbox.cancel()
         for semaphore in self._semaphores:
-            post(semaphore.ctypes.data)
+            jobs.post(semaphore.ctypes.data)
 
     def end(self) -> None:
         """Returns when no thread is at work on the step any more; one that is unfinished is cancelled.
@@ -392,11 +372,11 @@ class SearchWorkers:
         mailbox = self._mailbox
         if mailbox is None:
             return
-        write_word(self._address(EPOCH), 0)
+        jobs.write_word(self._address(jobs.EPOCH), 0)
         if not mailbox.finished:
             mailbox.cancel()
         limit = time.monotonic() + _END_SECONDS
-        while read_word(self._address(INSIDE)):
+        while jobs.read_word(self._address(jobs.INSIDE)):
             now = time.monotonic()
             if self._error is not None:  # also a thread that dies only now: it leaves no step any more
                 limit = min(limit, now + _DEAD_SECONDS)
@@ -411,9 +391,9 @@ class SearchWorkers:
         """Cancels what is in flight and ends all threads."""
         if self._mailbox is not None:
             self._mailbox.cancel()
-        write_word(self._end.ctypes.data, 1)
+        jobs.write_word(self._end.ctypes.data, 1)
         for semaphore in self._semaphores:
-            post(semaphore.ctypes.data)
+            jobs.post(semaphore.ctypes.data)
         for thread in self._threads:
             thread.join()
         self._mailbox = None

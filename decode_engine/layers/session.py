@@ -133,7 +133,7 @@ class Session:
         self.mirror: Mirror | None = None
         make = partial(_make_layer, context, fitted.drafting or fitted, self.figures, forms, watch)
         self._layers = Layers(
-            context.manifest.model.layers, make, lambda layer: context.wait_for_layer(layer, check)
+            context.manifest.model.layers, make, lambda layer: context.gate.wait(layer, check)
         )
         self._advanced_to: int | None = None  # tokens in the tails, where those do not know yet
         self._room_until = 0  # a position before which all tails have room

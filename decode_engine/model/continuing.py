@@ -91,10 +91,9 @@ class SessionWork(Work[Session]):
     @property
     def loading(self) -> bool:
         """Whether the context is still being loaded."""
-        return self.resident.loading
+        return self.resident.gate.loading
 
     def start(self) -> Session:
-        """See `ModelRunner.start`."""
         session = self.runner.start(self.resident, self.fitted, self.waiting, self.again, self.watch)
         session.marks = self.keeper is not None
         if self.audited:
@@ -103,7 +102,6 @@ class SessionWork(Work[Session]):
         return session
 
     def restore(self, session: Session, start: int, end: int) -> None:
-        """Adds a child's own tokens."""
         if self.own is not None:
             state = self.own.state if end == len(self.own.token_ids) else None
             self.runner.restore(session, [rows[:, start:end] for rows in self.own.rows], state)
@@ -122,13 +120,11 @@ class SessionWork(Work[Session]):
         return Drafter(text, [*own, *self.prompt], by_method=self.fitted.drafting is not None, timed=timed)
 
     def keep(self, session: Session, answer: Sequence[int]) -> Callable[[], str]:
-        """See `SessionKeeper.take`."""
         if self.keeper is None:
             raise InternalError("a session is to be kept that nobody wanted kept")
         return self.keeper.take(session, answer)
 
     def close(self) -> None:
-        """Gives the lease back."""
         self.release()
 
 

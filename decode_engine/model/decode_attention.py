@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +30,28 @@ if TYPE_CHECKING:
 ATTENTION_NAME = "sparsekv_decode"
 
 
+class Manner(TypedDict, total=False):
+    """How new tokens are computed; all False by default.
+
+    exact: every layer attends to everything, whatever the sessions' methods. shared: the positions of a session share
+    one selection in every layer. rows: every token is computed as a step of its own would be. drafts: sessions that
+    draft do so.
+    """
+
+    exact: bool
+    shared: bool
+    rows: bool
+    drafts: bool
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
     """The sessions of one forward: their tokens are one sequence, one behind the other, or a row each (`packed`).
 
-    counts: how many tokens each has. exact: every layer attends to everything, whatever the sessions' methods. shared:
-    the positions of a session share one selection in every layer. rows: every token is computed as a step of its own
-    would be. drafts: sessions that draft do so. between: called after each layer's attention. cache: of the states of a
-    model that has some. index: of a model with an index of its own, of which one session comes at a time. calls:
-    numbers those of attention: layers attend in the same order in every pass, some several times.
+    counts: how many tokens each has. exact to drafts: see `Manner`. between: called after each layer's attention.
+    cache: of the states of a model that has some. index: of a model with an index of its own, of which one session
+    comes at a time. calls: numbers those of attention: layers attend in the same order in every pass, some several
+    times.
     """
 
     sessions: Sequence[Session]
@@ -65,16 +78,13 @@ def packed(
     token_ids: Sequence[Sequence[int]],
     device: torch.device,
     *,
-    exact: bool = False,
-    shared: bool = False,
-    rows: bool = False,
-    drafts: bool = False,
     between: Callable[[], None] = lambda: None,
+    **manner: Unpack[Manner],
 ) -> dict[str, Any]:
     """What the model is called with to read new tokens of each session, any number of each, in one forward.
 
-    exact, shared, rows, drafts, between: see `DecodeStep`, which the caller has advance. Sessions of a model with
-    states come one by one, or with one token each behind others; of one with an index of its own always one by one.
+    between, manner: see `DecodeStep`, which the caller has advance. Sessions of a model with states come one by one, or
+    with one token each behind others; of one with an index of its own always one by one.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -83,7 +93,7 @@ def packed(
         positions += range(session.position, session.position + len(own))
     both = torch.tensor([ids, positions], dtype=torch.long, device="cpu").to(device)
     # A decode step is a row for each session: `row_products_numba` multiplies these each by itself.
-    shape = (-1, 1) if rows or len(ids) == len(sessions) else (1, -1)
+    shape = (-1, 1) if manner.get("rows") or len(ids) == len(sessions) else (1, -1)
     states = [session.states for session in sessions if session.states is not None]
     cache = StateCache.over(states) if states else None
     counts = [len(own) for own in token_ids]
@@ -92,7 +102,7 @@ def packed(
         "input_ids": both[0].view(shape),
         "position_ids": both[1].view(shape),
         "use_cache": False,
-        "decode_step": DecodeStep(sessions, counts, exact, shared, rows, drafts, between, cache, index),
+        "decode_step": DecodeStep(sessions, counts, between=between, cache=cache, index=index, **manner),
         **({} if cache is None else {"cache": cache}),
         **({} if index is None else index.inputs(len(ids), device)),
     }

@@ -85,9 +85,7 @@ def localize(model: Any) -> None:
     """
     plan: dict[str, str] = model.tp_plan
     for name, module in model.named_modules():
-        divided = {
-            key: each for key, each in module._parameters.items() if each is not None and _is_divided(each)
-        }
+        divided = {key: each for key, each in module._parameters.items() if isinstance(each, DTensor)}
         style = plan.get(replace_layer_number_by_wildcard(name), "")
         if not divided:
             if style and style not in _REPLICATED and style not in _DIVIDED:
@@ -117,10 +115,6 @@ def _gathered(module: nn.Linear, x: Tensor) -> Tensor:
     parts = own.new_empty(ranks * rows, outputs)
     _all_gather(parts, own)
     return parts.view(ranks, rows, outputs).transpose(0, 1).reshape(*x.shape[:-1], ranks * outputs)
-
-
-def _is_divided(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor)
 
 
 def _refusal(name: str, style: str) -> ModelUnsupportedError:

@@ -128,13 +128,11 @@ class StepCosts:
     _lock: Lock = field(default_factory=Lock, repr=False)
 
     def want(self, method: Method, placement: Placement) -> None:
-        """Has steps timed when there is time."""
         with self._lock:
             if method.sparse and len(self.wanted) < _MOST_WANTED:
                 self.wanted.setdefault((label(method), placement), method)
 
     def take_wanted(self) -> tuple[Method, Placement] | None:
-        """What is to be timed next."""
         with self._lock:
             if not self.wanted:
                 return None
@@ -142,7 +140,6 @@ class StepCosts:
             return method, placement
 
     def set(self, measured: Mapping[tuple[str, Placement], StepTime]) -> None:
-        """Takes in what was timed."""
         with self._lock:
             self.times.update(measured)
             for key in measured:
@@ -224,7 +221,6 @@ class StepCosts:
 
 
 def label(method: Method) -> str:
-    """A method with its budget."""
     return method.name if method.budget is None else f"{method.name} {method.budget.label}"
 
 
@@ -294,7 +290,6 @@ def time_steps(runner: ModelRunner, costs: StepCosts, method: Method, placement:
 
 
 def _beside(method: Method, runner: ModelRunner) -> list[Method]:
-    """Methods that are timed together; a model with states drafts nothing."""
     drafting = [] if runner.identity.states is not None else [METHODS["exact"]]
     return [METHODS["full"], *drafting, method]
 

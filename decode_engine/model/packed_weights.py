@@ -220,7 +220,6 @@ def _join(found: Sequence[nn.Module | None]) -> None:
 def _choose(
     model: nn.Module, weights: Sequence[Tensor], wanted: str, checkpoint: torch.dtype
 ) -> tuple[torch.dtype, str]:
-    """How the weights are to be kept, and why."""
     if any(parameter.dim() > 2 for parameter in model.parameters()):
         return torch.float32, "the model has experts or convolutions, which are not packed"
     if wanted != AUTO:

@@ -34,12 +34,7 @@ _GO_ON = "decode_engine.model.row_layers_numba:go_on_{kind}"
 
 
 def compile_beside(
-    weights: str,
-    checkpoint: str,
-    methods: Sequence[str],
-    *,
-    processes: int,
-    told: Callable[[str], None],
+    weights: str, checkpoint: str, methods: Sequence[str], *, processes: int, told: Callable[[str], None]
 ) -> Future[None]:
     """Compiles what decode steps of full attention and of these methods run on a host, as far as the cache lacks it.
 
@@ -145,13 +140,7 @@ class Preparation:
     def _key(self, fitted: FittedMethod, placement: Placement) -> _Key:
         method = fitted.method
         specs = tuple(sorted((spec.name, spec.kind) for spec in method.index_specs()))
-        code = (
-            specs,
-            method.remainder.name,
-            type(method.budget),
-            method.period > 1,
-            method.drafts is None,
-        )
+        code = (specs, method.remainder.name, type(method.budget), method.period > 1, method.drafts is None)
         return (code, fitted.manifest.rows, placement, self._runner.steps_kind(fitted, placement))
 
     def _work(self) -> None:

@@ -14,23 +14,19 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import count
-from typing import Protocol
 
 import msgspec
 from msgspec import Struct
 
-from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.errors import InternalError, error_by_reason
+from decode_engine.errors import error_by_reason
 from decode_engine.layers.session import Session
-from index_store.errors import InvalidArgumentError, SparseKVError
-from index_store.memory.arena import Arena
-from index_store.memory.resident import ResidentContext
+from decode_engine.model.decode_attention import Manner
+from index_store.errors import InvalidArgumentError
 from index_store.methods.method import FittedMethod, Method
-from index_store.methods.presets import METHODS, get_method
+from index_store.methods.presets import get_method
 from index_store.selection.budgets import Mass, Ratio, Threshold, TokenCount
-from index_store.store.catalog import Store
 from index_store.store.heads_part import HeadsPart
 
 logger = logging.getLogger(__name__)
@@ -81,10 +77,7 @@ class Pass(Struct, frozen=True, tag=True):
     places: Places
     token_ids: list[list[int]]
     all_logits: bool
-    exact: bool
-    shared: bool
-    rows: bool
-    drafts: bool
+    manner: Manner
     between: bool
 
 
@@ -109,8 +102,8 @@ class CapturedStep(Struct, frozen=True, tag=True):
 
 Order = Start | Fork | Close | Pass | Layer | CatchUp | CapturedStep
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Order).decode
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Order).decode
 _decode_refusal = msgspec.msgpack.Decoder(Refusal).decode
 _WIDTH = 4
 
@@ -142,7 +135,6 @@ class Alone:
 
     @property
     def divided(self) -> bool:
-        """Whether there are others."""
         return self.part.ranks > 1
 
     def tell(self, order: Order) -> None:
@@ -167,11 +159,10 @@ class Leader(Alone):
         self._lock = threading.Lock()
 
     def new_number(self) -> int:
-        """Of a session."""
         return next(self._numbers)
 
     def tell(self, order: Order) -> None:
-        message = _encode(order)
+        message = encode(order)
         with self._lock:
             try:
                 for line in self._lines:
@@ -218,7 +209,6 @@ class Mirror:
         return other
 
     def close(self) -> None:
-        """Ends them."""
         self._leader.tell(Close(self.number))
 
 
@@ -234,143 +224,15 @@ def _told(fitted: FittedMethod) -> tuple[str, float | None, float | None, int | 
     mass = budget.mass if isinstance(budget, Mass) else None
     tokens = budget.tokens if isinstance(budget, TokenCount) else None
     told = (method.name, keep, mass, tokens, method.period if method.sparse else None)
-    if _method(*told).on(fitted.manifest).method != method:
+    if method_of(*told).on(fitted.manifest).method != method:
         raise InvalidArgumentError(
             f"method {method.name!r} cannot be told to other GPUs; take another one", field="method"
         )
     return told
 
 
-def _method(
+def method_of(
     name: str, keep: float | None, mass: float | None, tokens: int | None, period: int | None
 ) -> Method:
+    """The method that was told."""
     return get_method(name, keep, period, mass=mass, tokens=tokens)
-
-
-class Repeating(Protocol):
-    """What a rank needs of its runner."""
-
-    no_context: ResidentContext
-
-    def start(self, context: ResidentContext, fitted: FittedMethod, *, again: int) -> Session:
-        """See `ModelRunner`."""
-
-    def forward(
-        self,
-        sessions: Sequence[Session],
-        token_ids: Sequence[Sequence[int]],
-        *,
-        all_logits: bool,
-        exact: bool,
-        shared: bool,
-        rows: bool,
-        drafts: bool,
-        between: Callable[[], None],
-    ) -> object:
-        """See `ModelRunner`."""
-
-    def catch_up(self, session: Session) -> None:
-        """See `ModelRunner`."""
-
-    def step_captured(
-        self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler]
-    ) -> object:
-        """See `ModelRunner`."""
-
-
-class Follower:
-    """Another rank: repeats what the first one says."""
-
-    def __init__(self, line: Line, runner: Repeating, store: Store, arena: Arena) -> None:
-        self._line, self._runner, self._store, self._arena = line, runner, store, arena
-        self._sessions: dict[int, Session] = {}
-        self._leases: dict[int, ExitStack] = {}
-
-    def run(self) -> None:
-        """Until the first rank has ended. Raises what went wrong: this rank can no longer follow."""
-        while self._next():
-            pass
-
-    def _next(self) -> bool:
-        """Does the next thing; whether there is more to do here."""
-        message = self._line.receive()
-        order = None if message is None else _decode(message)
-        match order:
-            case None | Layer():
-                return False
-            case Start():
-                self._line.send(self._start(order))
-            case Fork():
-                self._sessions[order.new] = self._sessions[order.number].fork()
-                # Not one of its own: the context may have been deleted, or have expired, since the first one began.
-                self._leases[order.new] = self._leases[order.number]
-            case Close():
-                self._sessions.pop(order.number).close()
-                lease = self._leases.pop(order.number)
-                if all(each is not lease for each in self._leases.values()):
-                    lease.close()
-            case Pass():
-                self._forward(order)
-            case CatchUp():
-                self._runner.catch_up(*self._at([(order.number, order.position)]))
-            case CapturedStep():
-                samplers = [_sampler(each) for each in order.repeatable]
-                self._runner.step_captured(self._at(order.places), order.tokens, samplers)
-        return True
-
-    def _start(self, order: Start) -> bytes:
-        """Why a session cannot begin; nothing where it has."""
-        lease = self._leases[order.number] = ExitStack()
-        try:
-            context = self._runner.no_context
-            if order.context:
-                # Never waits for memory: what others hold ends by orders, which nobody would read meanwhile.
-                context = lease.enter_context(self._arena.acquire(self._store, order.context, expired=True))
-            context.wait_for_layers()
-            method = _method(order.method, order.keep, order.mass, order.tokens, order.period)
-            fitted = method.on(context.manifest)
-            self._sessions[order.number] = self._runner.start(context, fitted, again=order.again)
-        except SparseKVError as error:
-            logger.warning("a session cannot begin here: %s", error)
-            self._sessions.setdefault(order.number, Session(self._runner.no_context, _full(self._runner)))
-            return _encode(Refusal(error.reason, error.message))
-        return b""
-
-    def _at(self, places: Places) -> list[Session]:
-        """Sessions, at the positions where the first rank has them."""
-        found = []
-        for number, position in places:
-            session = self._sessions[number]
-            if session.position < position:
-                raise InternalError(f"session {number} is at {session.position}, and should be at {position}")
-            if session.position > position:
-                session.rewind(session.position - position)
-            found.append(session)
-        return found
-
-    def _forward(self, order: Pass) -> None:
-        def between() -> None:
-            while self._next():
-                pass
-
-        self._runner.forward(
-            self._at(order.places),
-            order.token_ids,
-            all_logits=order.all_logits,
-            exact=order.exact,
-            shared=order.shared,
-            rows=order.rows,
-            drafts=order.drafts,
-            between=between if order.between else lambda: None,
-        )
-
-
-def _full(runner: Repeating) -> FittedMethod:
-    return METHODS["full"].on(runner.no_context.manifest)
-
-
-def _sampler(repeatable: bool) -> Sampler:
-    """What chooses as others do, so that a step has as many rows here; its tokens are nobody's."""
-    return Sampler(
-        SamplingParameters(temperature=1.0, seed=0) if repeatable else SamplingParameters(temperature=0.0)
-    )

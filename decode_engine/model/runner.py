@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,7 +31,13 @@ from decode_engine.errors import InternalError
 from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.layers.session import Session, Watch
 from decode_engine.layers.sparse_layer import SparseLayer
-from decode_engine.model.decode_attention import ATTENTION_NAME, DecodeStep, packed, register_attention
+from decode_engine.model.decode_attention import (
+    ATTENTION_NAME,
+    DecodeStep,
+    Manner,
+    packed,
+    register_attention,
+)
 from decode_engine.model.divided_model import localize
 from decode_engine.model.packed_weights import KeptWeights, pack_weights
 from decode_engine.model.ranks import Alone, CapturedStep, CatchUp, Layer, Pass, places_of
@@ -245,7 +251,7 @@ class ModelRunner:
             )
         if self.ranks.divided:  # a layer that does not come would end a step of all ranks
             for layer in range(self.identity.layers):
-                context.wait_for_layer(layer, waiting)
+                context.gate.wait(layer, waiting)
         session = Session(context, fitted, self.forms, check=waiting, again=again, watch=watch, states=states)
         try:
             self.ranks.begin(session, fitted, again)
@@ -328,16 +334,12 @@ class ModelRunner:
         token_ids: Sequence[Sequence[int]],
         *,
         all_logits: bool = False,
-        exact: bool = False,
-        shared: bool = False,
-        rows: bool = False,
-        drafts: bool = False,
         between: Callable[[], None] = _nothing,
+        **manner: Unpack[Manner],
     ) -> list[Tensor]:
         """Feeds each session its new tokens, any number of each, in one pass over the model.
 
-        exact: they attend to everything. shared: a session's new tokens share one selection in every layer. rows,
-        drafts: see `DecodeStep`. between: called in every layer; other sessions may decode there.
+        between: called in every layer; other sessions may decode there.
 
         What several sessions attend to of one context exactly is read once for all of them. Returns per session float32
         logits [1, vocab] after the last of its T >= 1 tokens, or [T, vocab] with `all_logits`, on the runner's device.
@@ -354,7 +356,7 @@ class ModelRunner:
 
         def order() -> Pass:
             ids = [[*each] for each in token_ids]
-            return Pass(places_of(sessions), ids, all_logits, exact, shared, rows, drafts, told)
+            return Pass(places_of(sessions), ids, all_logits, manner, told)
 
         # A state goes on through all tokens of a sequence, so these are of one session alone.
         alone = self.identity.states is not None and not _steps(sessions, token_ids)
@@ -364,16 +366,7 @@ class ModelRunner:
         logits: list[Tensor] = []
         for some in at_once:
             own = [token_ids[row] for row in some]
-            inputs = packed(
-                [sessions[row] for row in some],
-                own,
-                self.device,
-                exact=exact,
-                shared=shared,
-                rows=rows,
-                drafts=drafts,
-                between=between,
-            )
+            inputs = packed([sessions[row] for row in some], own, self.device, between=between, **manner)
             counts = [len(ids) for ids in own]
             ends = torch.tensor(counts, device="cpu").cumsum(0)
             keep = (
@@ -511,13 +504,11 @@ class ModelRunner:
         return [draft[:count] for draft, count in zip(drafts, counts, strict=True)]
 
     def draft_room(self, samplers: Sequence[Sampler]) -> int:
-        """See `Runner.draft_room`."""
         if self._stepper is None:
             return MOST
         return 0 if self.ranks.divided else self._stepper.draft_room(samplers)
 
     def has_graph(self, session: Session) -> bool:
-        """Whether the session's decode steps go through captured graphs."""
         return self._stepper is not None and not session.watched and self._stepper.takes(session)
 
     def feed(self, session: Session, token: int) -> Tensor:

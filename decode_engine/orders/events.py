@@ -16,6 +16,7 @@ from decode_engine.orders.order import Order
 from index_store.errors import SparseKVError
 from index_store.family.parents import Missed
 from index_store.store.description.context_id import ModelIdentity
+from sparsekv.v1.values import TenantUse
 
 Cause = Literal["", "context", "method", "session"]
 Lookup = Literal["named", "found", "none"]
@@ -212,27 +213,6 @@ class Status(Struct, frozen=True):
     arena: Mapping[str, int]
     choices: Sequence[str]
     objects: Mapping[str, Any] = {}
-
-
-class LimitUse(Struct, frozen=True):
-    """One limit of a tenant, and what of it is used now: of a rate, what has not come back. allowed: None for none."""
-
-    name: str
-    used: int
-    allowed: int | None
-
-
-class TenantUse(Struct, frozen=True):
-    """A tenant's use. weight: of its turns. The counts are since the start: requests that were let in, tokens that were
-    read and generated for them, and requests that its quota refused."""
-
-    name: str
-    weight: float
-    limits: Sequence[LimitUse]
-    requests: int
-    prompt_tokens: int
-    generated_tokens: int
-    refused: int
 
 
 class Tenancy(Struct, frozen=True):

@@ -14,25 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from decode_engine.settings.request_bounds import (
-    MAX_ANSWERS,
-    MAX_BIASED_TOKENS,
-    MAX_CHOICES,
-    MAX_INT32,
-    MAX_LOGIT_BIAS,
-    MAX_MAP_EVERY,
-    MAX_PENALTY,
-    MAX_PRIORITY,
-    MAX_REPETITION_PENALTY,
-    MAX_SEARCH_PERIOD,
-    MAX_SEED,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKENS,
-    MAX_TEMPERATURE,
-    MAX_TOP_LOGPROBS,
-    MIN_REPETITION_PENALTY,
-)
+from decode_engine.settings import request_bounds as bounds
 from index_store.errors import InvalidArgumentError
 
 _MOST_SHOWN = 40
@@ -84,14 +66,14 @@ class Range:
     def kind(self) -> Kind:
         """Of a value that may be anything."""
         least = "exclusiveMinimum" if self.above else "minimum"
-        bounds = Meta(extra_json_schema={least: self.least, "maximum": self.most})
+        limits = Meta(extra_json_schema={least: self.least, "maximum": self.most})
         if self.whole:
             shown = f"an integer of {self.least} to {self.most}"
         elif self.above:
             shown = f"a number above {self.least:g}, at most {self.most:g}"
         else:
             shown = f"a number of {self.least:g} to {self.most:.12g}"
-        return Kind(shown, Annotated[int, bounds] if self.whole else Annotated[float, bounds], self.holds)
+        return Kind(shown, Annotated[int, limits] if self.whole else Annotated[float, limits], self.holds)
 
 
 ANY = Kind("anything", Any)
@@ -182,7 +164,6 @@ class Field:
     member: str = ""
 
     def names(self, endpoint: Endpoint) -> tuple[str, ...]:
-        """What an endpoint calls it; none where it is not there."""
         return (self.name,) if self.http is None else self.http.get(endpoint, ())
 
     def check(self, value: float) -> None:
@@ -203,7 +184,7 @@ def _integers(least: int, most: int) -> Range:
 
 
 _SHARE = Range(0, 1, above=True)
-_PENALTY = Range(-MAX_PENALTY, MAX_PENALTY)
+_PENALTY = Range(-bounds.MAX_PENALTY, bounds.MAX_PENALTY)
 
 
 def _of_choices(name: str, chat: str = "") -> Mapping[Endpoint, tuple[str, ...]]:
@@ -212,15 +193,16 @@ def _of_choices(name: str, chat: str = "") -> Mapping[Endpoint, tuple[str, ...]]
 
 
 _TEXTS = Kind(
-    f"a text, or a list of at most {MAX_STOP_STRINGS} texts",
-    str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)],
+    f"a text, or a list of at most {bounds.MAX_STOP_STRINGS} texts",
+    str | Annotated[list[str], Meta(max_length=bounds.MAX_STOP_STRINGS)],
 )
 _TEXTS_ONLY = Kind(
-    f"a list of at most {MAX_CHOICES:,} texts", Annotated[list[str], Meta(max_length=MAX_CHOICES)]
+    f"a list of at most {bounds.MAX_CHOICES:,} texts",
+    Annotated[list[str], Meta(max_length=bounds.MAX_CHOICES)],
 )
 _BIAS = Kind(
-    f"numbers by token id, at most {MAX_BIASED_TOKENS}",
-    Annotated[dict[str, float], Meta(max_length=MAX_BIASED_TOKENS)],
+    f"numbers by token id, at most {bounds.MAX_BIASED_TOKENS}",
+    Annotated[dict[str, float], Meta(max_length=bounds.MAX_BIASED_TOKENS)],
 )
 _MOST_TOKENS = Kind(
     "an integer of 1 or more; -1 for as many as fit",
@@ -246,21 +228,21 @@ FIELDS = (
     ),
     _number(
         "token_budget",
-        _integers(1, MAX_INT32),
+        _integers(1, bounds.MAX_INT32),
         "Number of keys to keep, whatever the context's length.",
         expected="at least 1",
         flag="--tokens-kept",
     ),
     _number(
         "search_period",
-        _integers(1, MAX_SEARCH_PERIOD),
+        _integers(1, bounds.MAX_SEARCH_PERIOD),
         "Decode steps that one search serves; by default what the method says, else 1.",
         zero=True,
         flag="--period",
     ),
     _number(
         "max_tokens",
-        _integers(1, MAX_INT32),
+        _integers(1, bounds.MAX_INT32),
         "Most tokens to generate, or as many as the model has positions for; 256 by default.",
         kind=_MOST_TOKENS,
         zero=True,
@@ -273,20 +255,20 @@ FIELDS = (
     ),
     _number(
         "temperature",
-        Range(0, MAX_TEMPERATURE),
+        Range(0, bounds.MAX_TEMPERATURE),
         "Divides the scores before sampling; 0 takes the likeliest token. By default 1 over HTTP, else 0.",
-        expected=f"0 (greedy) to {MAX_TEMPERATURE:g}",
+        expected=f"0 (greedy) to {bounds.MAX_TEMPERATURE:g}",
     ),
     _number("top_p", _SHARE, "Sample from the smallest set of tokens that reaches this probability."),
     _number(
         "top_k",
-        _integers(0, MAX_INT32),
+        _integers(0, bounds.MAX_INT32),
         "Sample from this many likeliest tokens; 0 means all.",
         expected="0 (all tokens) or more",
     ),
     _number(
         "seed",
-        _integers(0, MAX_SEED),
+        _integers(0, bounds.MAX_SEED),
         "The same seed gives the same tokens.",
         expected="0 to 2^64 - 1",
         http=_of_choices("seed"),
@@ -295,15 +277,15 @@ FIELDS = (
         name="stop",
         member="stops",
         kind=_TEXTS,
-        says=f"Up to {MAX_STOP_STRINGS} texts of at most {MAX_STOP_LENGTH} characters; the answer ends before one "
-        "appears.",
+        says=f"Up to {bounds.MAX_STOP_STRINGS} texts of at most {bounds.MAX_STOP_LENGTH} characters; the answer ends "
+        "before one appears.",
         http=_of_choices("stop"),
         flag="--stop",
         each=str,
     ),
     _number(
         "n",
-        _integers(1, MAX_ANSWERS),
+        _integers(1, bounds.MAX_ANSWERS),
         "Answers to give, each sampled by a seed of its own.",
         zero=True,
         http=_of_choices("n"),
@@ -323,31 +305,31 @@ FIELDS = (
     ),
     _number(
         "repetition_penalty",
-        Range(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        Range(bounds.MIN_REPETITION_PENALTY, bounds.MAX_REPETITION_PENALTY),
         "Divides positive scores of tokens that prompt or answer contain, multiplies negative ones; 1 changes nothing.",
         zero=True,
-        expected=f"{MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g} (1 changes nothing)",
+        expected=f"{bounds.MIN_REPETITION_PENALTY:g} to {bounds.MAX_REPETITION_PENALTY:g} (1 changes nothing)",
     ),
     Field(
         name="logit_bias",
         kind=_BIAS,
-        says=f"Added to tokens' scores, by their ids: -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}.",
+        says=f"Added to tokens' scores, by their ids: -{bounds.MAX_LOGIT_BIAS:g} to {bounds.MAX_LOGIT_BIAS:g}.",
         http=_of_choices("logit_bias"),
         flag="--logit-bias",
         each=str,
         metavar="TOKEN=BIAS",
     ),
-    _number("min_tokens", _integers(0, MAX_INT32), "Tokens before which the answer does not end."),
+    _number("min_tokens", _integers(0, bounds.MAX_INT32), "Tokens before which the answer does not end."),
     Field(
         name="stop_token_ids",
         kind=TOKENS,
-        says=f"Up to {MAX_STOP_TOKENS} tokens that end the answer.",
+        says=f"Up to {bounds.MAX_STOP_TOKENS} tokens that end the answer.",
         flag="--stop-token",
         each=int,
     ),
     _number(
         "top_logprobs",
-        _integers(0, MAX_TOP_LOGPROBS),
+        _integers(0, bounds.MAX_TOP_LOGPROBS),
         "Tell log probabilities of the answer's tokens, and of this many likeliest ones in each place.",
         http=_of_choices("logprobs", "top_logprobs"),
         flag="--logprobs",
@@ -367,7 +349,7 @@ FIELDS = (
     ),
     _number(
         "map_every",
-        _integers(1, MAX_MAP_EVERY),
+        _integers(1, bounds.MAX_MAP_EVERY),
         "Tell of one in so many tokens of the answer where in the context it was looked for.",
         zero=True,
         http=_of_choices("map_every"),
@@ -375,10 +357,10 @@ FIELDS = (
     ),
     _number(
         "priority",
-        _integers(-MAX_PRIORITY, MAX_PRIORITY),
+        _integers(-bounds.MAX_PRIORITY, bounds.MAX_PRIORITY),
         "Among its tenant's requests that wait, those of higher ones are first.",
         zero=True,
-        expected=f"-{MAX_PRIORITY} to {MAX_PRIORITY}",
+        expected=f"-{bounds.MAX_PRIORITY} to {bounds.MAX_PRIORITY}",
     ),
     Field(
         name="regex",
@@ -390,7 +372,7 @@ FIELDS = (
     Field(
         name="choices",
         kind=_TEXTS_ONLY,
-        says=f"The answer is one of these texts, at most {MAX_CHOICES:,}.",
+        says=f"The answer is one of these texts, at most {bounds.MAX_CHOICES:,}.",
         flag="--choice",
         each=str,
     ),
@@ -427,10 +409,11 @@ def check_drawn(drawn: object) -> None:
 
 
 def _check_biases(biases: Mapping[int, float]) -> None:
-    check_count("logit_bias", [*biases], MAX_BIASED_TOKENS, "tokens")
+    check_count("logit_bias", [*biases], bounds.MAX_BIASED_TOKENS, "tokens")
     for token, bias in biases.items():
-        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+        if not -bounds.MAX_LOGIT_BIAS <= bias <= bounds.MAX_LOGIT_BIAS:
             raise InvalidArgumentError(
-                f"logit_bias of token {token} is {bias:g}, expected -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
+                f"logit_bias of token {token} is {bias:g}, expected -{bounds.MAX_LOGIT_BIAS:g} to "
+                f"{bounds.MAX_LOGIT_BIAS:g}",
                 field="logit_bias",
             )

@@ -55,7 +55,6 @@ class Constraint(Struct, frozen=True):
 
     @property
     def said(self) -> str | list[str]:
-        """The text, or the texts to choose from."""
         return msgspec.json.decode(self.text, type=list[str]) if self.kind == "choices" else self.text
 
 
@@ -133,12 +132,10 @@ class Order(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     @property
     def viewer(self) -> Caller:
-        """Who sees what the order may be about."""
         return Caller(self.tenant, frozenset(("admin",) if self.admin else ()), self.caller)
 
     @property
     def has_budget(self) -> bool:
-        """Whether the request says how much is kept."""
         return any(getattr(self, name) is not None for name in BUDGETS)
 
     @property

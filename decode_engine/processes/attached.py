@@ -167,11 +167,7 @@ def setup_line(setup: Setup) -> bytes:
 
 def read_setup(line: bytes) -> Setup:
     """What `setup_line` wrote. Imports no torch."""
-    return msgspec.json.decode(line, type=Setup, dec_hook=_decode_hook)
-
-
-def _decode_hook(kind: type, value: str) -> object:
-    return kind(value)
+    return msgspec.json.decode(line, type=Setup, dec_hook=lambda kind, value: kind(value))
 
 
 class Parent:
@@ -193,14 +189,12 @@ class Parent:
         threading.Thread(target=self._listen, name="parent", daemon=True).start()
 
     def say(self, word: Word) -> None:
-        """From any thread."""
         line = msgspec.json.encode(word) + b"\n"
         with self._lock:
             self._serves = self._serves or isinstance(word, Serving)
             self._words.write(line)
 
     def fail(self, error: SparseKVError) -> None:
-        """Says that the process cannot start."""
         self.say(Failed(error.reason, error.message))
 
     def end(self) -> None:

@@ -21,17 +21,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from decode_engine.errors import AddressError, InternalError, error_by_reason
-from decode_engine.processes.attached import (
-    Drains,
-    Failed,
-    Phase,
-    Serving,
-    Setup,
-    Silent,
-    Stop,
-    Word,
-    setup_line,
-)
+from decode_engine.processes import attached
 from decode_engine.rpc.transport.starting import Stopping
 from index_store.errors import SparseKVError
 
@@ -47,7 +37,7 @@ _LAST_S = 3.5
 _UNSTARTED = 126  # as shells have it
 _LOOK_S = 0.1  # whether it is to stop, or somebody has shortened the time of running requests
 
-_decode = msgspec.json.Decoder(Word).decode
+_decode = msgspec.json.Decoder(attached.Word).decode
 
 
 @contextmanager
@@ -84,8 +74,8 @@ class Child:
         self,
         name: str,
         command: Sequence[str],
-        setup: Setup,
-        on_word: Callable[[Child, Word], None],
+        setup: attached.Setup,
+        on_word: Callable[[Child, attached.Word], None],
         on_end: Callable[[Child, int], None],
     ) -> None:
         """on_end: told the code by which a process ended that was not told to."""
@@ -93,7 +83,7 @@ class Child:
         self.serving = False
         self.fingerprint = ""
         self._command = command
-        self._setup = setup_line(setup)
+        self._setup = attached.setup_line(setup)
         self._on_word = on_word
         self._on_end = on_end
         self._process: Process | None = None
@@ -102,7 +92,6 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
         return None if self._process is None else self._process.pid
 
     async def keep(self) -> None:
@@ -125,15 +114,13 @@ class Child:
                 await asyncio.wait_for(self._stopping.wait(), self._pause_s)
 
     def stop(self, grace_s: float) -> None:
-        """Has the process end in order."""
         self._stopping.set()
         process = self._process
         if process is not None and process.stdin is not None:
             with suppress(OSError, RuntimeError):  # it has ended
-                process.stdin.write(msgspec.json.encode(Stop(grace_s)) + b"\n")
+                process.stdin.write(msgspec.json.encode(attached.Stop(grace_s)) + b"\n")
 
     def kill(self) -> None:
-        """Ends the process where it is."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGKILL)
@@ -153,7 +140,7 @@ class Child:
         try:
             while line := await process.stdout.readline():
                 word = _decode(line)
-                if isinstance(word, Serving):
+                if isinstance(word, attached.Serving):
                     served = self.serving = True
                     self.fingerprint = word.fingerprint
                 self._on_word(self, word)
@@ -183,7 +170,7 @@ class Supervisor:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: attached.Setup,
         on_phase: Callable[[str], None],
         on_serving: Callable[[str], None],
         engine: Sequence[str] = ENGINE,
@@ -240,26 +227,26 @@ class Supervisor:
                     child.kill()
             await asyncio.wait(late)
 
-    def _hear(self, child: Child, word: Word) -> None:
+    def _hear(self, child: Child, word: attached.Word) -> None:
         match word:
-            case Phase(text):
+            case attached.Phase(text):
                 if not self._served:
                     self._on_phase(text)
                 else:
                     logger.debug("%s: %s", child.name, text)
-            case Serving():
+            case attached.Serving():
                 if self._served:
                     logger.info("%s serves again", child.name)
                 elif all(each.serving for each in (self.engine, *self.doors)):
                     self._served = True
                     self._on_serving(self.engine.fingerprint)
-            case Silent(pid):
+            case attached.Silent(pid):
                 for door in (each for each in self.doors if each.pid == pid):
                     logger.warning("nothing is heard of %s: it is started again", door.name)
                     door.kill()
-            case Drains(grace_s):
+            case attached.Drains(grace_s):
                 self._stopping.begin(grace_s)
-            case Failed(reason, message):
+            case attached.Failed(reason, message):
                 if self._served:
                     logger.error("%s cannot start: %s", child.name, message, extra={"reason": reason})
                 else:
@@ -280,7 +267,7 @@ class Supervisor:
 
 
 @contextmanager
-def kept_addresses(setup: Setup) -> Iterator[Setup]:
+def kept_addresses(setup: attached.Setup) -> Iterator[attached.Setup]:
     """The same with ports that are kept, and a folder for the link that nobody else may enter."""
     config = setup.config
     host = config.listen.rpartition(":")[0]

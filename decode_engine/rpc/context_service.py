@@ -18,6 +18,7 @@ from functools import partial
 
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf.empty_pb2 import Empty
+from msgspec import structs
 
 from decode_engine.errors import CancelledError, UnfinishedCallError
 from decode_engine.orders.events import Core, Residency
@@ -48,7 +49,8 @@ from index_store.store.catalog import Store
 from index_store.store.description.callers import OPERATOR, Caller
 from index_store.store.description.manifest import Manifest
 from index_store.store.listing import BrokenContext
-from sparsekv.v1 import context_pb2, context_pb2_grpc
+from sparsekv.v1 import context_pb2 as pb
+from sparsekv.v1 import context_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -92,16 +94,16 @@ class Library:
         """The jobs that are there for the caller."""
         return self.workshop.queue.seen_by(self.caller)
 
-    def describe_id(self, id_: str) -> context_pb2.Context:
+    def describe_id(self, id_: str) -> pb.Context:
         """The context of an id as the API shows it, also where it has been deleted."""
         try:
             return self.describe([self.store.entry(id_)])[0]
         except ContextNotFoundError:
-            gone = context_pb2.Context.UNAVAILABLE
+            gone = pb.Context.UNAVAILABLE
             message = "the context was made, and has been deleted since"
-            return context_pb2.Context(name=COLLECTION + id_, state=gone, state_message=message)
+            return pb.Context(name=COLLECTION + id_, state=gone, state_message=message)
 
-    def describe(self, entries: Sequence[Manifest | BrokenContext]) -> list[context_pb2.Context]:
+    def describe(self, entries: Sequence[Manifest | BrokenContext]) -> list[pb.Context]:
         """Contexts of the store as the API shows them."""
         children = Counter(entry.parent.id for entry in self.store.list() if entry.parent is not None)
         bases = [self._base(entry) for entry in entries]
@@ -127,7 +129,7 @@ class Library:
         base: Manifest | BrokenContext,
         residency: Residency,
         children: int,
-    ) -> context_pb2.Context:
+    ) -> pb.Context:
         if isinstance(base, BrokenContext) or isinstance(entry, BrokenContext):
             broken = describe_broken(base if isinstance(base, BrokenContext) else entry)  # type: ignore[arg-type]
             broken.state_message = self.paths.hide(broken.state_message)
@@ -200,10 +202,8 @@ class Library:
             operation.error.CopyFrom(status_of(failure.reason, self.paths.hide(failure.message), metadata))
         return operation
 
-    def _metadata(
-        self, record: JobRecord, entries: Sequence[JobEntry] | None
-    ) -> context_pb2.CreateContextMetadata:
-        metadata = context_pb2.CreateContextMetadata
+    def _metadata(self, record: JobRecord, entries: Sequence[JobEntry] | None) -> pb.CreateContextMetadata:
+        metadata = pb.CreateContextMetadata
         order, progress = record.order, record.progress
         phase, ahead, remaining, reason = metadata.ENDED, 0, None, ""
         if record.open and self.workshop.queue.held(record.id):
@@ -256,24 +256,20 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         self._ordering = Bound(_MAX_ORDERING, "contexts are being ordered", sharing)
         self._uploading = Bound(_MAX_UPLOADING, "documents are being uploaded", sharing)
 
-    async def CreateContext(
-        self, request: context_pb2.CreateContextRequest, call: Asker
-    ) -> operations_pb2.Operation:
+    async def CreateContext(self, request: pb.CreateContextRequest, call: Asker) -> operations_pb2.Operation:
+        def create() -> operations_pb2.Operation:
+            traceparent = call.traceparent if trace_id(call.traceparent) else ""
+            library = self._library.seen_by(call.caller)
+            return library.operation(library.workshop.order(request, call.check, traceparent))
+
         # Who leaves has the order made or not made, and finds out by its request_id.
-        work = partial(self._create, request, call)
-        operation = await self._ordering.run(partial(call.run_alone, work), call.caller.tenant)
+        operation = await self._ordering.run(partial(call.run_alone, create), call.caller.tenant)
         call.note(operation=operation.name)
         return operation
 
-    def _create(self, request: context_pb2.CreateContextRequest, call: Asker) -> operations_pb2.Operation:
-        traceparent = call.traceparent if trace_id(call.traceparent) else ""
-        library = self._library.seen_by(call.caller)
-        order = library.workshop.order(request, call.check, traceparent)
-        return library.operation(order)
-
     async def UploadDocument(
-        self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], call: Asker
-    ) -> context_pb2.Upload:
+        self, requests: AsyncIterator[pb.UploadDocumentRequest], call: Asker
+    ) -> pb.Upload:
         uploads = self._library.workshop.uploads
         async with self._uploading.place(call.caller.tenant):
             writing = await call.run(partial(uploads.begin, call.caller.tenant))
@@ -286,7 +282,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         return describe_upload(upload)
 
     async def _receive(
-        self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], writing: UploadWriting, call: Asker
+        self, requests: AsyncIterator[pb.UploadDocumentRequest], writing: UploadWriting, call: Asker
     ) -> Upload:
         sha256 = ""
         try:
@@ -307,31 +303,28 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         except Exception:
             logger.exception("what had come of an upload was not removed")
 
-    async def GetContext(self, request: context_pb2.GetContextRequest, call: Asker) -> context_pb2.Context:
+    async def GetContext(self, request: pb.GetContextRequest, call: Asker) -> pb.Context:
         if request.name:
             call.note(context=parse_name(request.name))
-        context = await call.run(partial(self._get, request, self._library.seen_by(call.caller)))
+        library = self._library.seen_by(call.caller)
+
+        def get() -> pb.Context:
+            return library.describe([find_context(library.store, request, self._model)])[0]
+
+        context = await call.run(get)
         call.note(context=context.name.removeprefix(COLLECTION))
         return context
 
-    def _get(self, request: context_pb2.GetContextRequest, library: Library) -> context_pb2.Context:
-        return library.describe([find_context(library.store, request, self._model)])[0]
-
-    async def ListContexts(
-        self, request: context_pb2.ListContextsRequest, call: Asker
-    ) -> context_pb2.ListContextsResponse:
+    async def ListContexts(self, request: pb.ListContextsRequest, call: Asker) -> pb.ListContextsResponse:
         library = self._library.seen_by(call.caller)
-        return await call.run(partial(library.store.bounded, partial(self._list, request, library)))
 
-    def _list(
-        self, request: context_pb2.ListContextsRequest, library: Library
-    ) -> context_pb2.ListContextsResponse:
-        page, token = library.pager.page(library.store, request)
-        return context_pb2.ListContextsResponse(contexts=library.describe(page), next_page_token=token)
+        def list_page() -> pb.ListContextsResponse:
+            page, token = library.pager.page(library.store, request)
+            return pb.ListContextsResponse(contexts=library.describe(page), next_page_token=token)
 
-    async def UpdateContext(
-        self, request: context_pb2.UpdateContextRequest, call: Asker
-    ) -> context_pb2.Context:
+        return await call.run(partial(library.store.bounded, list_page))
+
+    async def UpdateContext(self, request: pb.UpdateContextRequest, call: Asker) -> pb.Context:
         library = self._library.seen_by(call.caller)
         id_ = parse_name(request.context.name, "context.name")
         call.note(context=id_)
@@ -342,7 +335,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         await library.core.changed(id_)
         return (await call.run(partial(library.describe, [changed])))[0]
 
-    async def DeleteContext(self, request: context_pb2.DeleteContextRequest, call: Asker) -> Empty:
+    async def DeleteContext(self, request: pb.DeleteContextRequest, call: Asker) -> Empty:
         library = self._library.seen_by(call.caller)
         id_ = parse_name(request.name)
         call.note(context=id_)
@@ -357,9 +350,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
                 raise
         return Empty()
 
-    async def WarmContext(
-        self, request: context_pb2.WarmContextRequest, call: Asker
-    ) -> context_pb2.WarmContextResponse:
+    async def WarmContext(self, request: pb.WarmContextRequest, call: Asker) -> pb.WarmContextResponse:
         library = self._library.seen_by(call.caller)
         id_ = parse_name(request.name)
         call.note(context=id_)
@@ -367,13 +358,8 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         async with self._warming.place(call.caller.tenant):
             await call.run(partial(library.store.manifest, id_))
             warmed = await library.core.warm(id_, deadline_ns)
-            return context_pb2.WarmContextResponse(
-                context=await call.run(partial(library.describe_id, id_)),
-                already_resident=warmed.already_resident,
-                load_ns=warmed.load_ns,
-                first_layer_ns=warmed.first_layer_ns,
-                all_layers_ns=warmed.all_layers_ns,
-            )
+            context = await call.run(partial(library.describe_id, id_))
+            return pb.WarmContextResponse(context=context, **structs.asdict(warmed))
 
 
 class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]  # without types

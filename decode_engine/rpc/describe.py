@@ -15,7 +15,6 @@ from decode_engine.rpc.contexts.defaults import default_method, remainder_name, 
 from decode_engine.rpc.contexts.listing import COLLECTION
 from index_store.errors import FormatVersionError, StoreUnavailableError
 from index_store.family.parents import outgrown
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.jobs.uploads import Upload
 from index_store.memory.placement import Placement
 from index_store.methods.method import Method
@@ -30,7 +29,7 @@ from index_store.store.listing import BrokenContext
 from sparsekv.v1 import context_pb2, conversation_pb2, generation_pb2
 
 if TYPE_CHECKING:
-    from decode_engine.rpc.answers.answering import Said, Summary, TokenUsage
+    from decode_engine.rpc.answers.answering import Said, Summary
     from decode_engine.rpc.transport.calls import Traffic
 
 _BUDGET_SIZES = frozenset({"keep", "threshold", "mass", "tokens"})
@@ -105,7 +104,6 @@ def _advice(child: Manifest, parent: Manifest) -> str:
 
 
 def describe_broken(broken: BrokenContext) -> context_pb2.Context:
-    """A context whose metadata cannot be used."""
     states = context_pb2.Context
     state = states.CORRUPT
     if isinstance(broken.error, FormatVersionError):
@@ -146,22 +144,12 @@ def describe_status(
 def describe_tenancy(tenancy: Tenancy, caller: Caller) -> generation_pb2.ListTenantsResponse:
     """What a caller may know of tenants' use, as the API shows it."""
     return generation_pb2.ListTenantsResponse(
-        tenants=[
-            generation_pb2.Tenant(
-                **{
-                    **structs.asdict(use),
-                    "limits": [generation_pb2.Tenant.Limit(**structs.asdict(each)) for each in use.limits],
-                }
-            )
-            for use in tenancy.tenants
-            if caller.owns(use.name)
-        ],
+        tenants=[generation_pb2.Tenant(**asdict(use)) for use in tenancy.tenants if caller.owns(use.name)],
         quotas_problem=tenancy.problem if caller.admin else "",
     )
 
 
 def describe_upload(upload: Upload) -> context_pb2.Upload:
-    """An uploaded document as the API shows it."""
     return context_pb2.Upload(
         name=f"uploads/{upload.id}",
         size_bytes=upload.nbytes,
@@ -187,9 +175,7 @@ def _describe_method(method: Method, head_dim: int) -> generation_pb2.Method:
         remainder=remainder_name(method),
         remainder_optional=method.partition_optional,
         parameters=dict(_parameters(method)),
-        bytes_per_token=sum(
-            INDEX_KINDS[spec.kind].bytes_per_token(spec.parameters, head_dim) for spec in method.index_specs()
-        ),
+        bytes_per_token=sum(spec.built.bytes_per_token(head_dim) for spec in method.index_specs()),
     )
 
 
@@ -235,7 +221,7 @@ def said_message(said: Said, bytes_of: Sequence[bytes]) -> generation_pb2.Genera
     return generation_pb2.GenerateResponse(
         token_ids=said.token_ids,
         text=said.text,
-        usage=None if said.usage is None else _usage(said.usage),
+        usage=None if said.usage is None else generation_pb2.Usage(**asdict(said.usage)),
         summary=None if said.summary is None else _summary(said.summary),
         waiting=waiting,
         logprobs=_logprobs(said.logprobs, bytes_of),
@@ -274,23 +260,10 @@ def _logprobs(
     ]
 
 
-def _usage(usage: TokenUsage) -> generation_pb2.Usage:
-    return generation_pb2.Usage(
-        context_tokens=usage.cached,
-        prompt_tokens=usage.prompt,
-        completion_tokens=usage.completion,
-        cached_tokens=usage.cached,
-        max_tokens=usage.limit,
-        cache_write_tokens=usage.written,
-    )
-
-
 def _summary(summary: Summary) -> generation_pb2.GenerationSummary:
     end, begins, why = summary.end, summary.begins, summary.explanation
     times, figures = end.times, Figures(**end.figures)
     searched = figures.sparse_available > 0
-    usage = _usage(summary.usage)
-    usage.drafted_tokens, usage.accepted_tokens = figures.drafted, figures.accepted
     measured = {
         name: getattr(times if name in Times.__struct_fields__ else figures, name)
         for name in generation_pb2.Timings.DESCRIPTOR.fields_by_name
@@ -299,7 +272,7 @@ def _summary(summary: Summary) -> generation_pb2.GenerationSummary:
         measured[name] += summary.before_ns
     return generation_pb2.GenerationSummary(
         finish_reason=summary.reason.upper(),
-        usage=usage,
+        usage=generation_pb2.Usage(**asdict(summary.usage)),
         timings=generation_pb2.Timings(**measured),
         selection=generation_pb2.SelectionFigures(
             searches=figures.searches,

@@ -37,16 +37,17 @@ from decode_engine.settings.request_bounds import LONGEST_WAIT_S, MAX_BATCH
 from index_store.errors import InvalidArgumentError, QuotaExceededError
 from index_store.models.conversation.messages import MAX_MESSAGES, Message, Role, refused
 from index_store.models.tokenizer import Tokenizer
-from sparsekv.v1 import conversation_pb2, generation_pb2, generation_pb2_grpc
+from sparsekv.v1 import conversation_pb2, generation_pb2_grpc
+from sparsekv.v1 import generation_pb2 as pb
 
 _FIELDS = tuple(
     (field, descriptor)
     for field in FIELDS
-    if (descriptor := generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name.get(field.name)) is not None
+    if (descriptor := pb.GenerateRequest.DESCRIPTOR.fields_by_name.get(field.name)) is not None
 )
 
 
-def parse_order(request: generation_pb2.GenerateRequest) -> Order:
+def parse_order(request: pb.GenerateRequest) -> Order:
     """Checks all that can be checked without the context. Raises InvalidArgumentError and names the field."""
     order = Order(
         context=parse_name(request.context, "context") if request.context else "",
@@ -66,7 +67,7 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
     return order
 
 
-def _value(request: generation_pb2.GenerateRequest, zero: bool, descriptor: Any) -> Any:
+def _value(request: pb.GenerateRequest, zero: bool, descriptor: Any) -> Any:
     """A field's value as an order has it; None where it says nothing."""
     name = descriptor.name
     if descriptor.has_presence:
@@ -79,7 +80,7 @@ def _value(request: generation_pb2.GenerateRequest, zero: bool, descriptor: Any)
     return None if zero and not value else value
 
 
-def _prompt(request: generation_pb2.GenerateRequest) -> dict[str, Any]:
+def _prompt(request: pb.GenerateRequest) -> dict[str, Any]:
     given = request.WhichOneof("prompt")
     if given is None:
         raise InvalidArgumentError(
@@ -100,7 +101,7 @@ def _prompt(request: generation_pb2.GenerateRequest) -> dict[str, Any]:
     return {"text" if given == "text" else "prompt": content}
 
 
-def _constraint(request: generation_pb2.GenerateRequest) -> Constraint:
+def _constraint(request: pb.GenerateRequest) -> Constraint:
     kind = request.constraint.WhichOneof("kind")
     if kind is None:
         raise InvalidArgumentError(
@@ -110,7 +111,7 @@ def _constraint(request: generation_pb2.GenerateRequest) -> Constraint:
     return constraint_of(kind, said if kind != "choices" else list(said))
 
 
-def _tool_choice(request: generation_pb2.GenerateRequest) -> ToolChoice:
+def _tool_choice(request: pb.GenerateRequest) -> ToolChoice:
     choice, modes = request.tool_choice, conversation_pb2.ToolChoice.Mode
     if choice.mode not in modes.values():
         raise refused("tool_choice.mode", str(choice.mode), "one of NONE, AUTO, REQUIRED")
@@ -126,7 +127,7 @@ def _tool_choice(request: generation_pb2.GenerateRequest) -> ToolChoice:
     return ToolChoice(cast(CallMode, mode), names, choice.single or bool(names))
 
 
-def _keep(request: generation_pb2.GenerateRequest) -> KeepOptions:
+def _keep(request: pb.GenerateRequest) -> KeepOptions:
     keep = request.keep
     return KeepOptions(
         name=keep.display_name,
@@ -137,7 +138,7 @@ def _keep(request: generation_pb2.GenerateRequest) -> KeepOptions:
     )
 
 
-def parse_batch(request: generation_pb2.BatchGenerateRequest) -> str:
+def parse_batch(request: pb.BatchGenerateRequest) -> str:
     """The id of a batch's context; "" where it names none. Raises InvalidArgumentError also for too many requests."""
     count = len(request.requests)
     if not 1 <= count <= MAX_BATCH:
@@ -147,9 +148,7 @@ def parse_batch(request: generation_pb2.BatchGenerateRequest) -> str:
     return parse_name(request.context, "context") if request.context else ""
 
 
-def content_tokens(
-    request: generation_pb2.TokenizeRequest | generation_pb2.CountTokensRequest, tokenizer: Tokenizer
-) -> list[int]:
+def content_tokens(request: pb.TokenizeRequest | pb.CountTokensRequest, tokenizer: Tokenizer) -> list[int]:
     """The tokens of what a request is about. Raises InvalidArgumentError where there is nothing."""
     content = request.WhichOneof("content")
     if content is None:
@@ -176,68 +175,54 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._paths = paths
         self._batching = Bound(_MAX_BATCHES, "batches are being answered", sharing)
 
-    async def ListMethods(
-        self, request: generation_pb2.ListMethodsRequest, call: Asker
-    ) -> generation_pb2.ListMethodsResponse:
+    async def ListMethods(self, request: pb.ListMethodsRequest, call: Asker) -> pb.ListMethodsResponse:
         facts = self._answering.facts
         return describe_methods(facts.identity.head_dim, facts.kv_dtype)
 
-    async def GetServerStatus(
-        self, request: generation_pb2.GetServerStatusRequest, call: Call
-    ) -> generation_pb2.ServerStatus:
+    async def GetServerStatus(self, request: pb.GetServerStatusRequest, call: Call) -> pb.ServerStatus:
         answering = self._answering
         reads, status = answering.tokenizer.template_reads, await answering.core.status()
         return describe_status(answering.facts.identity, reads, status, call.traffic())
 
-    async def ListTenants(
-        self, request: generation_pb2.ListTenantsRequest, call: Asker
-    ) -> generation_pb2.ListTenantsResponse:
+    async def ListTenants(self, request: pb.ListTenantsRequest, call: Asker) -> pb.ListTenantsResponse:
         return describe_tenancy(await self._answering.core.tenancy(), call.caller)
 
-    async def Drain(self, request: generation_pb2.DrainRequest, call: Asker) -> generation_pb2.DrainResponse:
+    async def Drain(self, request: pb.DrainRequest, call: Asker) -> pb.DrainResponse:
         limit_s = request.limit.ToTimedelta().total_seconds() if request.HasField("limit") else None
         if limit_s is not None and not 0 <= limit_s <= LONGEST_WAIT_S:
             raise InvalidArgumentError(
                 f"limit is {limit_s:g} s, expected 0 to {LONGEST_WAIT_S}", field="limit"
             )
         self._drain(limit_s)
-        return generation_pb2.DrainResponse()
+        return pb.DrainResponse()
 
-    async def Tokenize(
-        self, request: generation_pb2.TokenizeRequest, call: Asker
-    ) -> generation_pb2.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, call: Asker) -> pb.TokenizeResponse:
         tokenizer, vocabulary = self._answering.tokenizer, self._answering.vocabulary
 
-        def cut() -> generation_pb2.TokenizeResponse:
+        def cut() -> pb.TokenizeResponse:
             ids, token_bytes = content_tokens(request, tokenizer), vocabulary.token_bytes
-            return generation_pb2.TokenizeResponse(ids=ids, texts=[token_bytes[token] for token in ids])
+            return pb.TokenizeResponse(ids=ids, texts=[token_bytes[token] for token in ids])
 
         return await self._answering.long(call, cut)
 
-    async def Detokenize(
-        self, request: generation_pb2.DetokenizeRequest, call: Asker
-    ) -> generation_pb2.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, call: Asker) -> pb.DetokenizeResponse:
         check_tokens("ids", request.ids, self._answering.facts.identity)
         decode = partial(self._answering.tokenizer.decode, request.ids)
-        return generation_pb2.DetokenizeResponse(text=await self._answering.long(call, decode))
+        return pb.DetokenizeResponse(text=await self._answering.long(call, decode))
 
-    async def CountTokens(
-        self, request: generation_pb2.CountTokensRequest, call: Asker
-    ) -> generation_pb2.CountTokensResponse:
+    async def CountTokens(self, request: pb.CountTokensRequest, call: Asker) -> pb.CountTokensResponse:
         tokenizer = self._answering.tokenizer
         counted = await self._answering.long(call, lambda: len(content_tokens(request, tokenizer)))
-        return generation_pb2.CountTokensResponse(tokens=counted)
+        return pb.CountTokensResponse(tokens=counted)
 
-    async def Generate(
-        self, request: generation_pb2.GenerateRequest, call: Asker
-    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, call: Asker) -> AsyncIterator[pb.GenerateResponse]:
         async with aclosing(self._answer(request, call, call.note)) as messages:
             async for message in messages:
                 yield message
 
     async def _answer(
-        self, request: generation_pb2.GenerateRequest, call: Asker, note: Note
-    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        self, request: pb.GenerateRequest, call: Asker, note: Note
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The messages of one request. note: is told what happened to it."""
         answering, order = self._answering, parse_order(request)
         async with aclosing(answering.answer(order, call, note)) as answer:
@@ -250,8 +235,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                     yield said_message(said, bytes_of)
 
     async def BatchGenerate(
-        self, request: generation_pb2.BatchGenerateRequest, call: Asker
-    ) -> AsyncIterator[generation_pb2.BatchGenerateResponse]:
+        self, request: pb.BatchGenerateRequest, call: Asker
+    ) -> AsyncIterator[pb.BatchGenerateResponse]:
         call.note(context=parse_batch(request), requests=len(request.requests))
         sources = [partial(self._answer_in_turn, request.context, each, call) for each in request.requests]
         failed = generated = 0
@@ -262,16 +247,16 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                         if isinstance(item, Exception):
                             failed += 1
                             error = to_status(call.public(item, self._paths))
-                            yield generation_pb2.BatchGenerateResponse(index=number, error=error)
+                            yield pb.BatchGenerateResponse(index=number, error=error)
                         else:
                             generated += len(item.token_ids)
-                            yield generation_pb2.BatchGenerateResponse(index=number, response=item)
+                            yield pb.BatchGenerateResponse(index=number, response=item)
             finally:
                 call.note(failed=failed, generated_tokens=generated)
 
     async def _answer_in_turn(
-        self, context: str, request: generation_pb2.GenerateRequest, call: Asker
-    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        self, context: str, request: pb.GenerateRequest, call: Asker
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """As `_answer`, of a request in a batch; it waits for a place, and until its tenant's quota has come back."""
         if request.context:
             raise InvalidArgumentError(

@@ -6,8 +6,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
-
 from index_store.cli.options import AUTO, MODELS, AtLeast, Filled, InputFile, OneOf
 from index_store.errors import InvalidArgumentError
 from index_store.store.files.reading import available_cores
@@ -92,43 +90,37 @@ class Prompts(Enum):
     EACH = "each"
 
 
-ModelOption = Annotated[str, Option("--model", help=f"{MODELS}."), Filled()]
+ModelOption = Annotated[str, f"{MODELS}.", Filled()]
 TextOption = Annotated[
     tuple[Path, ...],
-    Option("--text", help="Text to make contexts of, may be repeated; packaged novels by default."),
+    "Text to make contexts of, may be repeated; packaged novels by default.",
     InputFile(),
 ]
 DistractorsOption = Annotated[
     int | None,
-    Option("--distractors", help="Further statements that resemble an asked one; by task if not given."),
+    "Further statements that resemble an asked one; by task if not given.",
     AtLeast(0, 1_000_000),
 ]
 DeviceOption = Annotated[
     str,
-    Option(help="Where the model and its contexts are: auto (a GPU if there is one), cpu or cuda."),
+    "Where the model and its contexts are: auto (a GPU if there is one), cpu or cuda.",
     OneOf(AUTO, "cpu", "cuda"),
 ]
 PlacementOption = Annotated[
     str,
-    Option(
-        help="Where contexts are beside a GPU: device (all in its memory), hybrid (keys and values in host memory, "
-        "indexes in the GPU's), host (query tables in host memory too, searched by the CPU), or auto (device for what "
-        "fits there, else hybrid, host for indexes that do not fit either)."
-    ),
+    "Where contexts are beside a GPU: device (all in its memory), hybrid (keys and values in host memory, "
+    "indexes in the GPU's), host (query tables in host memory too, searched by the CPU), or auto (device for what "
+    "fits there, else hybrid, host for indexes that do not fit either).",
     OneOf(AUTO, "device", "hybrid", "host"),
 ]
 WeightsOption = Annotated[
     str,
-    Option(
-        help="How the model's matrices are kept on a CPU: float32, bfloat16 or int8, which round what the checkpoint "
-        "has; or as the checkpoint has them, unless float32 takes less time (auto)."
-    ),
+    "How the model's matrices are kept on a CPU: float32, bfloat16 or int8, which round what the checkpoint "
+    "has; or as the checkpoint has them, unless float32 takes less time (auto).",
     OneOf(*WEIGHTS),
 ]
 PromptsOption = Annotated[
     Prompts,
-    Option(
-        help="What the tokens of a prompt attend to: all of the context (exact), what one search selects for all of "
-        "them together (sparse), what a search for each selects (each). auto: exact on a GPU, each on a CPU."
-    ),
+    "What the tokens of a prompt attend to: all of the context (exact), what one search selects for all of "
+    "them together (sparse), what a search for each selects (each). auto: exact on a GPU, each on a CPU.",
 ]

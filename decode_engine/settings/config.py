@@ -11,36 +11,9 @@ from typing import Annotated
 
 from typer import Option
 
-from decode_engine.rpc.door.options import (
-    DEFAULT_LISTEN,
-    AllowRemoteOption,
-    Certificates,
-    JwtAudienceOption,
-    JwtIssuerOption,
-    JwtKeysOption,
-    JwtRightsClaimOption,
-    JwtTenantClaimOption,
-    TlsCertOption,
-    TlsClientCaOption,
-    TlsKeyOption,
-    TlsNamesOption,
-    TokensOption,
-    is_loopback,
-)
+from decode_engine.rpc.door import options as door
 from decode_engine.rpc.door.signed_tokens import JwtRules
-from decode_engine.settings.command_options import (
-    DeviceOption,
-    ModelOption,
-    PlacementOption,
-    Prompts,
-    PromptsOption,
-    WeightsOption,
-    check_device,
-    check_placement,
-    check_prefill,
-    check_weights,
-    search_cores,
-)
+from decode_engine.settings import command_options as shared
 from decode_engine.settings.request_bounds import LONGEST_WAIT_S
 from index_store.cli.options import (
     AUTO,
@@ -89,12 +62,8 @@ class ServeConfig:
     """
 
     store: StoreOption
-    model: ModelOption
-    listen: Annotated[
-        str,
-        Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 picks a free one."),
-        Address(),
-    ] = DEFAULT_LISTEN
+    model: shared.ModelOption
+    listen: Annotated[str, "Where to listen; port 0 picks a free one.", Address()] = door.DEFAULT_LISTEN
     http_port: Annotated[
         int | None,
         Option(
@@ -106,11 +75,8 @@ class ServeConfig:
     ] = None
     cors_origin: Annotated[
         tuple[str, ...],
-        Option(
-            "--cors-origin",
-            help="With --http-port: let pages of this origin, such as https://example.org, ask from browsers; "
-            "repeatable.",
-        ),
+        "With --http-port: let pages of this origin, such as https://example.org, ask from browsers; "
+        "repeatable.",
         Filled(),
     ] = ()
     doors: Annotated[
@@ -125,41 +91,29 @@ class ServeConfig:
     ] = field(default_factory=lambda: _doors(AUTO))
     metrics: Annotated[
         str | None,
-        Option(
-            metavar="HOST:PORT",
-            help="Answer Prometheus there; port 0 picks a free one. Without it nothing is counted.",
-        ),
+        "Answer Prometheus there; port 0 picks a free one. Without it nothing is counted.",
         Address(),
     ] = None
-    metrics_alias: Annotated[
-        bool,
-        Option(
-            "--metrics-alias", help="With --metrics: under vLLM's names, too, for boards that have those."
-        ),
-    ] = False
+    metrics_alias: Annotated[bool, "With --metrics: under vLLM's names, too, for boards that have those."] = (
+        False
+    )
     kv_events: Annotated[
         str | None,
-        Option(
-            "--kv-events",
-            metavar="HOST:PORT",
-            help="Publish there over ZeroMQ which contexts are held where, as vLLM does; the next port sends events "
-            "again that were missed.",
-        ),
+        "Publish there over ZeroMQ which contexts are held where, as vLLM does; the next port sends events "
+        "again that were missed.",
         Address(),
     ] = None
-    kv_events_topic: Annotated[
-        str, Option("--kv-events-topic", help="With --kv-events: what subscribers filter by.")
-    ] = ""
-    tls_cert: TlsCertOption = None
-    tls_key: TlsKeyOption = None
-    tls_client_ca: TlsClientCaOption = None
-    tls_names: TlsNamesOption = False
-    tokens: TokensOption = None
-    jwt_keys: JwtKeysOption = None
-    jwt_issuer: JwtIssuerOption = ""
-    jwt_audience: JwtAudienceOption = ""
-    jwt_tenant_claim: JwtTenantClaimOption = "tenant"
-    jwt_rights_claim: JwtRightsClaimOption = "rights"
+    kv_events_topic: Annotated[str, "With --kv-events: what subscribers filter by."] = ""
+    tls_cert: door.TlsCertOption = None
+    tls_key: door.TlsKeyOption = None
+    tls_client_ca: door.TlsClientCaOption = None
+    tls_names: door.TlsNamesOption = False
+    tokens: door.TokensOption = None
+    jwt_keys: door.JwtKeysOption = None
+    jwt_issuer: door.JwtIssuerOption = ""
+    jwt_audience: door.JwtAudienceOption = ""
+    jwt_tenant_claim: door.JwtTenantClaimOption = "tenant"
+    jwt_rights_claim: door.JwtRightsClaimOption = "rights"
     quotas: QuotasOption = None
     audit_log: Annotated[
         Path | None,
@@ -170,41 +124,30 @@ class ServeConfig:
         ),
         OutputFile(),
     ] = None
-    allow_remote: AllowRemoteOption = False
+    allow_remote: door.AllowRemoteOption = False
     memory: Annotated[
         int | None,
-        Option(
-            metavar="SIZE",
-            help="Host memory for contexts, for example 8GiB; the least recently used go first, requests wait while "
-            "those in use fill it. auto: 8GiB, or beside a GPU half of what is free once the model is loaded.",
-        ),
+        "Host memory for contexts, for example 8GiB; the least recently used go first, requests wait while "
+        "those in use fill it. auto: 8GiB, or beside a GPU half of what is free once the model is loaded.",
         SIZE,
         AtLeast(1),
     ] = None
     device_memory: Annotated[
         int | None,
-        Option(
-            metavar="SIZE",
-            help="GPU memory for contexts, likewise. auto: half of what is free once the model is loaded.",
-        ),
+        "GPU memory for contexts, likewise. auto: half of what is free once the model is loaded.",
         SIZE,
         AtLeast(1),
     ] = None
-    placement: PlacementOption = AUTO
+    placement: shared.PlacementOption = AUTO
     session_memory: Annotated[
         int | None,
-        Option(
-            metavar="SIZE",
-            help="Memory that requests in progress may come to need together for prompts and answers; others wait. "
-            "auto: a quarter of what is free once the model is loaded.",
-        ),
+        "Memory that requests in progress may come to need together for prompts and answers; others wait. "
+        "auto: a quarter of what is free once the model is loaded.",
         SIZE,
         AtLeast(1),
     ] = None
-    max_sessions: Annotated[int, Option(help="Requests in progress at once."), AtLeast(1, 4096)] = 16
-    max_waiting: Annotated[
-        int, Option(help="Requests that may wait; more are refused."), AtLeast(0, 65_536)
-    ] = 64
+    max_sessions: Annotated[int, "Requests in progress at once.", AtLeast(1, 4096)] = 16
+    max_waiting: Annotated[int, "Requests that may wait; more are refused.", AtLeast(0, 65_536)] = 64
     max_client_requests: Annotated[
         int | None,
         Option(
@@ -215,34 +158,26 @@ class ServeConfig:
         Spelled(0, lambda requests: requests or None),
         AtLeast(1),
     ] = None
-    max_connections: Annotated[int, Option(help="Connections at once; more are closed."), AtLeast(1)] = 4096
-    max_streams: Annotated[
-        int, Option(help="Calls at once on one connection; clients hold back more."), AtLeast(1)
-    ] = 256
+    max_connections: Annotated[int, "Connections at once; more are closed.", AtLeast(1)] = 4096
+    max_streams: Annotated[int, "Calls at once on one connection; clients hold back more.", AtLeast(1)] = 256
     idle_timeout: Annotated[
-        float, Option(help="Seconds after which a connection without calls is closed."), AtLeast(1)
+        float, "Seconds after which a connection without calls is closed.", AtLeast(1)
     ] = 300.0
     unread_timeout: Annotated[
-        float,
-        Option(help="Seconds that a client may leave an answer unread; then its work ends."),
-        AtLeast(1),
+        float, "Seconds that a client may leave an answer unread; then its work ends.", AtLeast(1)
     ] = 60.0
     prompt_chunk: Annotated[
         int | None,
-        Option(
-            help="Prompt tokens per step, of all prompts, fewer where a method makes them cost more; answers pause for "
-            "that long. 0: 256 on a CPU, 512 on a GPU."
-        ),
+        "Prompt tokens per step, of all prompts, fewer where a method makes them cost more; answers pause for "
+        "that long. 0: 256 on a CPU, 512 on a GPU.",
         Spelled(0, lambda tokens: tokens or None),
         AtLeast(1, 2**20),
     ] = None
-    prompts: PromptsOption = Prompts.AUTO
+    prompts: shared.PromptsOption = shared.Prompts.AUTO
     method: Annotated[
         str,
-        Option(
-            help="What a request gets that names no method: what takes less time, full attention or its context's own "
-            "method, by steps that are timed while there are no requests (auto); always the context's own (context)."
-        ),
+        "What a request gets that names no method: what takes less time, full attention or its context's own "
+        "method, by steps that are timed while there are no requests (auto); always the context's own (context).",
         OneOf(AUTO, "context"),
     ] = AUTO
     audit_share: Annotated[
@@ -257,28 +192,24 @@ class ServeConfig:
     ] = 0.0
     threads: Annotated[
         int,
-        Option(help="Threads of searches and matrix products; 0 means all cores."),
+        "Threads of searches and matrix products; 0 means all cores.",
         Spelled(0, lambda threads: threads or available_cores()),
         AtLeast(1),
     ] = field(default_factory=available_cores)
     search_threads: Annotated[
         int,
-        Option(
-            help="Threads that search on the CPU beside a GPU, for contexts of placement host; each takes a core "
-            "while a step runs. 0: all cores but two."
-        ),
-        Spelled(0, lambda threads: threads or search_cores()),
+        "Threads that search on the CPU beside a GPU, for contexts of placement host; each takes a core "
+        "while a step runs. 0: all cores but two.",
+        Spelled(0, lambda threads: threads or shared.search_cores()),
         AtLeast(1),
-    ] = field(default_factory=search_cores)
+    ] = field(default_factory=shared.search_cores)
     slot_share: Annotated[
         int,
-        Option(
-            help="Of contexts in host memory, one row in so many has a slot in GPU memory. Fewer rows are fetched with "
-            "more slots: 8 for four and more sessions on one context, 4 for sixteen."
-        ),
+        "Of contexts in host memory, one row in so many has a slot in GPU memory. Fewer rows are fetched with "
+        "more slots: 8 for four and more sessions on one context, 4 for sixteen.",
         AtLeast(1, MAX_SLOT_SHARE),
     ] = 16
-    device: DeviceOption = AUTO
+    device: shared.DeviceOption = AUTO
     tensor_parallel: Annotated[
         int,
         Option(
@@ -289,9 +220,9 @@ class ServeConfig:
         ),
         AtLeast(1, 64),
     ] = 1
-    weights: WeightsOption = AUTO
+    weights: shared.WeightsOption = AUTO
     dtype: Annotated[
-        str, Option(help="Stored dtype of the contexts to serve; auto: the model's."), OneOf(AUTO, *KV_DTYPES)
+        str, "Stored dtype of the contexts to serve; auto: the model's.", OneOf(AUTO, *KV_DTYPES)
     ] = AUTO
     warm_up: Annotated[
         bool,
@@ -303,10 +234,8 @@ class ServeConfig:
     ] = True
     grown_share: Annotated[
         float,
-        Option(
-            help="With --prefill: share of a context's tokens from which on what continues it is made to stand alone; "
-            "0: never."
-        ),
+        "With --prefill: share of a context's tokens from which on what continues it is made to stand alone; "
+        "0: never.",
         AtLeast(0, 1000),
     ] = GROWN_SHARE
     store_bytes: StoreBytesOption = None
@@ -322,11 +251,8 @@ class ServeConfig:
     ] = 60.0
     prefill: Annotated[
         bool,
-        Option(
-            "--prefill",
-            help="Make the contexts that are ordered here, too, in a process of the lowest priority beside the server, "
-            "on a CPU, and make the store where there is none. Otherwise `prefill-worker serve` does that.",
-        ),
+        "Make the contexts that are ordered here, too, in a process of the lowest priority beside the server, "
+        "on a CPU, and make the store where there is none. Otherwise `prefill-worker serve` does that.",
     ] = False
     keep_beginnings: Annotated[
         int,
@@ -349,16 +275,16 @@ class ServeConfig:
         Spelled("8GiB", parse_size),
         AtLeast(1),
     ] = 8 * 2**30
-    grace: Annotated[
-        float, Option(help="Seconds for running requests when told to stop."), AtLeast(0, LONGEST_WAIT_S)
-    ] = 10.0
+    grace: Annotated[float, "Seconds for running requests when told to stop.", AtLeast(0, LONGEST_WAIT_S)] = (
+        10.0
+    )
 
     def __post_init__(self) -> None:
         check_bounds(self)
         self._check_door()
         self._check_divided()
         for name, place in (("metrics", self.metrics), ("kv_events", self.kv_events)):
-            if place is not None and not (self.allow_remote or is_loopback(place)):
+            if place is not None and not (self.allow_remote or door.is_loopback(place)):
                 raise InvalidArgumentError(
                     f"--{name.replace('_', '-')} is {place}, which other machines can reach, and there is neither "
                     "encryption nor any token; answer at 127.0.0.1, or add --allow-remote where a network or a proxy "
@@ -402,7 +328,7 @@ class ServeConfig:
                 "make keys of their own",
                 field="jwt_keys",
             )
-        if self.unprotected and not (self.allow_remote or is_loopback(self.listen)):
+        if self.unprotected and not (self.allow_remote or door.is_loopback(self.listen)):
             raise InvalidArgumentError(
                 f"--listen is {self.listen}, which other machines can reach, and there {self.unprotected}. Listen at "
                 "127.0.0.1, give --tls-cert, --tls-key and --tokens, or add --allow-remote where a network or a proxy "
@@ -412,7 +338,6 @@ class ServeConfig:
 
     @property
     def divided(self) -> bool:
-        """Whether the model is divided among GPUs."""
         return self.tensor_parallel > 1
 
     @property
@@ -461,7 +386,7 @@ class ServeConfig:
 
     def warn_of_exposure(self) -> None:
         """Says in the log what is not protected, where other machines reach the port."""
-        if self.unprotected and not is_loopback(self.listen):
+        if self.unprotected and not door.is_loopback(self.listen):
             logger.warning("other machines can reach %s, and there %s", self.listen, self.unprotected)
 
     def jwt_rules(self) -> JwtRules | None:
@@ -471,13 +396,9 @@ class ServeConfig:
         claims = (self.jwt_tenant_claim, self.jwt_rights_claim)
         return JwtRules(self.jwt_keys, self.jwt_issuer, self.jwt_audience, *claims)
 
-    def certificates(self) -> Certificates | None:
+    def certificates(self) -> door.Certificates | None:
         """Those to show, None where nothing is encrypted. Raises CertificateError."""
-        if self.tls_cert is None or self.tls_key is None:
-            return None
-        certificates = Certificates(self.tls_cert, self.tls_key, self.tls_client_ca)
-        certificates.check()
-        return certificates
+        return door.Certificates.given(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     def checks(self) -> Iterator[Callable[[], object]]:
         """What can be looked at before a model is loaded and a port opened; each raises a SparseKVError."""
@@ -501,7 +422,7 @@ class ServeConfig:
 
         Raises InvalidArgumentError.
         """
-        check_device(self.device)
-        check_placement(self.placement, self.device, self.device_memory)
-        check_prefill(self.prefill, self.device)
-        check_weights(self.weights, self.device)
+        shared.check_device(self.device)
+        shared.check_placement(self.placement, self.device, self.device_memory)
+        shared.check_prefill(self.prefill, self.device)
+        shared.check_weights(self.weights, self.device)

@@ -54,7 +54,7 @@ def unreadable(context: ResidentContext, device: torch.device) -> str | None:
     own = context.device
     if own.type != device.type or (None not in (own.index, device.index) and own.index != device.index):
         return f"its context is for {own}, the model on {device}"
-    context.wait_for_layers()
+    context.gate.wait_for_all()
     if device.type != "cuda" or context.placement is Placement.DEVICE:
         return None
     for layer in context.manifest.model.full_layers:

@@ -35,7 +35,7 @@ class AttentionState:
 
     @staticmethod
     def concatenate(states: Sequence[AttentionState], dim: int) -> AttentionState:
-        """One state of consecutive KV heads (dim 0), or positions or sessions (dim 1)."""
+        """One state of consecutive KV heads (dim 0), positions or sessions (dim 1), or queries (dim 2)."""
         if len(states) == 1:
             return states[0]
         return AttentionState(

@@ -246,10 +246,7 @@ def attend_divided(queries_HRD: Tensor, kv_HN2D: Tensor, division: Division) -> 
                 states.append(AttentionState(part.out.float(), part.lse))
             else:
                 states[number] = states[number].merge_(part)
-    return AttentionState(
-        torch.cat([state.out for state in states], dim=1)[:, :rows],
-        torch.cat([state.lse for state in states], dim=1)[:, :rows],
-    )
+    return AttentionState.concatenate(states, dim=1).columns(slice(rows))
 
 
 def prepare_many(heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -304,9 +301,7 @@ def attend_recent(
         own = attend_recent(queries_HGTD[:, :, first:end], rows, window, position + first, cap=cap)
         parts.append(own)
         first = end
-    return AttentionState(
-        torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2)
-    )
+    return AttentionState.concatenate(parts, dim=2)
 
 
 def attend_window(queries_HGTD: Tensor, kv_HS2D: Tensor, window: int) -> AttentionState:
@@ -326,11 +321,7 @@ def attend_window(queries_HGTD: Tensor, kv_HS2D: Tensor, window: int) -> Attenti
         end = min(first + window, count)
         oldest = before + first - window + 1
         parts.append(_attend_block(queries_HGTD[:, :, first:end], kv_HS2D[:, oldest : before + end], window))
-    if len(parts) == 1:
-        return parts[0]
-    return AttentionState(
-        torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2)
-    )
+    return AttentionState.concatenate(parts, dim=2)
 
 
 def _attend_block(queries_HGnD: Tensor, kv_HS2D: Tensor, window: int) -> AttentionState:
@@ -346,7 +337,7 @@ def _attend_block(queries_HGnD: Tensor, kv_HS2D: Tensor, window: int) -> Attenti
         seeing = AttentionState(state.out[:, :, :oldest], state.lse[:, :, :oldest])
         merged = seeing.merge(AttentionState(edge.out.flip(2).float(), edge.lse.flip(2).float()))
         rest = AttentionState(state.out[:, :, oldest:], state.lse[:, :, oldest:])
-        state = AttentionState(torch.cat([merged.out, rest.out], 2), torch.cat([merged.lse, rest.lse], 2))
+        state = AttentionState.concatenate([merged, rest], dim=2)
     return state
 
 

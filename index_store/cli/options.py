@@ -3,15 +3,16 @@
     @dataclass(frozen=True)
     class Config:
         store: StoreOption
-        memory: Annotated[int | None, Option(metavar="SIZE", help="..."), SIZE, AtLeast(1)] = None
+        memory: Annotated[int | None, "Of the host, for contexts.", SIZE, AtLeast(1)] = None
 
     @app.command()
     @configured(Config)
     def serve(config: Config, output: FormatOption = OutputFormat.TEXT) -> None: ...
 
 Flag, help, default and bounds of an option stand in its field and nowhere else: every number has its range, every
-file says whether it is read or written (`index_store.cli.options`). A command checks them all before it does anything.
-An option of type `tuple[X, ...]` may be repeated; one that is not given has the field's default.
+file says whether it is read or written. A text is the help of a flag of the field's name. A command checks them all
+before it does anything. An option of type `tuple[X, ...]` may be repeated; one that is not given has the field's
+default.
 """
 
 from __future__ import annotations
@@ -128,6 +129,8 @@ class Characters(Check):
 
 class Address(Check):
     """HOST:PORT with a port of 0 to 65535."""
+
+    metavar = "HOST:PORT"
 
     def check(self, flag: str, value: object) -> None:
         match = _ADDRESS.fullmatch(str(value))
@@ -266,16 +269,17 @@ class Spelled:
     """Of an option that people write in another way than programs hold it.
 
     default: as it is written, which says the type of the flag too; `read` makes the field's default of it, as of any
-    other value. It raises InvalidArgumentError for what it cannot read.
+    other value. It raises InvalidArgumentError for what it cannot read. metavar: in the help.
     """
 
     default: str | int
     read: Callable[[Any], object]
+    metavar: str | None = None
 
 
 NO_BOUND = "none"
 
-SIZE = Spelled(AUTO, lambda text: None if text == AUTO else parse_size(text))
+SIZE = Spelled(AUTO, lambda text: None if text == AUTO else parse_size(text), "SIZE")
 """Of an option in bytes, None for auto."""
 
 
@@ -311,7 +315,7 @@ def options_of(config: type[Any]) -> tuple[tuple[Field[Any], Any, tuple[Any, ...
 
 def flag_of(field: Field[Any], marks: tuple[Any, ...]) -> str:
     """What people write for a field: its flag, or an argument's name."""
-    (info,) = (mark for mark in marks if isinstance(mark, ParameterInfo))
+    info = _info(field, marks)
     told = (
         info.default,
         *(info.param_decls or ()),
@@ -320,6 +324,16 @@ def flag_of(field: Field[Any], marks: tuple[Any, ...]) -> str:
         return (info.metavar or field.name).upper()
     flags = [flag for flag in told if isinstance(flag, str) and flag.startswith("--")]
     return flags[0].partition("/")[0] if flags else "--" + field.name.replace("_", "-")
+
+
+def _info(field: Field[Any], marks: tuple[Any, ...]) -> ParameterInfo:
+    """What typer is told of a field: its own mark, or a flag of the field's name with a text as its help."""
+    told = [mark for mark in marks if isinstance(mark, ParameterInfo)]
+    flag = "--" + field.name.replace("_", "-")
+    metavar = next(filter(None, (getattr(mark, "metavar", None) for mark in marks)), None)
+    told += [Option(..., flag, help=mark, metavar=metavar) for mark in marks if isinstance(mark, str)]
+    (info,) = told
+    return info
 
 
 def check_bounds(config: Any) -> None:
@@ -424,7 +438,7 @@ def _parameter(field: Field[Any], kind: Any, marks: tuple[Any, ...], heading: st
     """The parameter of a command that typer makes a field's flag of. heading: of its group in the help."""
     default = Parameter.empty if field.default is MISSING else field.default
     repeated = [get_args(part)[0] for part in (kind, *get_args(kind)) if get_origin(part) is tuple]
-    (info,) = (copy(mark) for mark in marks if isinstance(mark, ParameterInfo))
+    info = copy(_info(field, marks))
     info.rich_help_panel = heading
     for mark in marks:
         if isinstance(mark, Spelled):

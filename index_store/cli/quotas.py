@@ -15,7 +15,6 @@ A limit that nobody names is none. `[tenants.""]` is of callers that belong to n
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import tomllib
 from collections.abc import Mapping
@@ -31,6 +30,7 @@ from index_store.cli.options import NO_BOUND, InputFile
 from index_store.errors import InvalidArgumentError
 from index_store.memory.memory_sizes import parse_size
 from index_store.store.description.callers import is_tenant
+from index_store.store.files.reading import stamp_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,6 @@ class Quota:
 
 
 def per_minute(limit: str) -> bool:
-    """Whether a limit is one of a rate."""
     return limit.endswith(_MINUTE)
 
 
@@ -88,7 +87,6 @@ class Quotas:
     tenants: Mapping[str, Quota] = field(default_factory=dict)
 
     def of(self, tenant: str) -> Quota:
-        """A tenant's."""
         return self.tenants.get(tenant, self.default)
 
 
@@ -177,7 +175,6 @@ class QuotaFile:
 
     @property
     def now(self) -> Quotas:
-        """The quotas."""
         if self._path is not None and self._seen() != self._stamp:
             self._look(self._path)
         return self._quotas
@@ -196,13 +193,7 @@ class QuotaFile:
             self._stamp = stamp
 
     def _seen(self) -> tuple[int, ...] | None:
-        if self._path is None:
-            return None
-        try:
-            status = os.stat(self._path)
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size
+        return None if self._path is None else stamp_of(self._path)
 
     def _read(self, path: Path) -> Quotas:
         try:

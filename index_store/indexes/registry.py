@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.parameters import CoarseKind
-from index_store.indexes.interface.index_kind import Growth, IndexKind, Parameters, grown
+from index_store.indexes.interface.index_kind import BuildParameters, Growth, IndexKind, Parameters, grown
 from index_store.indexes.key_clusters.parameters import ClusterKind, TreeKind
 from index_store.indexes.query_tables.parameters import TableKind
 from index_store.store.description.json_fields import Scalar
@@ -17,10 +17,24 @@ from index_store.store.description.json_fields import Scalar
 _BOUND_BYTES = 2  # of a page's bound in one dimension
 
 
+@dataclass(frozen=True)
+class ExactParameters(BuildParameters):
+    """None: exact scores need nothing but the keys."""
+
+    label: ClassVar[str] = "exact"
+
+    def bytes_per_token(self, head_dim: int) -> float:
+        return 0.0
+
+    def appended_bytes(self, head_dim: int, growth: Growth) -> int:
+        return 4 * head_dim * growth.appended
+
+
 class ExactKind(IndexKind):
     """Exact scores of every key; stores nothing."""
 
     kind = "exact"
+    parameters_type = ExactParameters
 
     @classmethod
     def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
@@ -29,21 +43,9 @@ class ExactKind(IndexKind):
                 f"the exact index takes no parameters, got {sorted({**parameters, **search})}"
             )
 
-    @classmethod
-    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
-        return True
-
-    @classmethod
-    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        return 0.0
-
-    @classmethod
-    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
-        return 4 * head_dim * growth.appended
-
 
 @dataclass(frozen=True)
-class PageParameters(Parameters):
+class PageParameters(BuildParameters):
     """Build parameters. size: keys per page."""
 
     size: int
@@ -53,25 +55,21 @@ class PageParameters(Parameters):
     def __post_init__(self) -> None:
         self._require_at_least(1, "size")
 
+    def estimates_logits(self, search: Parameters | None) -> bool:
+        return False
+
+    def bytes_per_token(self, head_dim: int) -> float:
+        return 2 * head_dim * _BOUND_BYTES / self.size
+
+    def appended_bytes(self, head_dim: int, growth: Growth) -> int:
+        return 2 * head_dim * _BOUND_BYTES * grown(-(-growth.appended // self.size))
+
 
 class PageKind(IndexKind):
     """Pages of neighbouring keys."""
 
     kind = "pages"
     parameters_type = PageParameters
-
-    @classmethod
-    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
-        return False
-
-    @classmethod
-    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        return 2 * head_dim * _BOUND_BYTES / PageParameters.parse(parameters).size
-
-    @classmethod
-    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
-        pages = grown(-(-growth.appended // PageParameters.parse(parameters).size))
-        return 2 * head_dim * _BOUND_BYTES * pages
 
 
 INDEX_KINDS: Mapping[str, type[IndexKind]] = MappingProxyType(

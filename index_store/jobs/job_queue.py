@@ -29,6 +29,7 @@ from index_store.errors import (
     StoreUnavailableError,
 )
 from index_store.jobs.job_record import (
+    Claim,
     JobFolder,
     JobRecord,
     JobState,
@@ -79,37 +80,6 @@ class BrokenJob:
 
 
 Entry = JobRecord | BrokenJob
-
-
-class Claim:
-    """A job that this process works on: its lock is held. To be used by one thread."""
-
-    def __init__(self, files: JobFolder, record: JobRecord) -> None:
-        self.record = record
-        self.folder = files.path
-        self._files = files
-
-    def write(self, record: JobRecord) -> None:
-        """Replaces the record, durably. Raises StoreFullError or StoreError."""
-        self._files.write(record)
-        self.record = record
-
-    def unwanted(self) -> bool:
-        """Whether the job is to be cancelled."""
-        return self._files.unwanted
-
-    def tokens(self) -> NDArray[np.uint32]:
-        """The document, uint32 [tokens]. Raises JobCorruptError, StoreUnavailableError."""
-        return self._files.tokens(self.record)
-
-    def conversation(self) -> bytes | None:
-        """What is kept of the messages that the tokens are, None for a text. Raises as `tokens` does."""
-        return self._files.conversation(self.record)
-
-    def end(self, record: JobRecord) -> None:
-        """Has the job have ended, and removes what only an open one needs."""
-        self.write(record)
-        self._files.clear()
 
 
 class JobQueue:
@@ -346,7 +316,7 @@ class JobQueue:
             if held:
                 with suppress(JobNotFoundError):
                     entry = self.entry(id_)  # as it is now that nobody else changes it
-            yield Claim(self._files(id_), entry) if isinstance(entry, JobRecord) and entry.open else None
+            yield Claim(id_, self.folder(id_), entry) if isinstance(entry, JobRecord) and entry.open else None
 
     def _forget(self, ended: Sequence[JobRecord]) -> None:
         """Removes records of jobs that ended long ago, and the oldest where there are too many."""

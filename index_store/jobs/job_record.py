@@ -412,24 +412,6 @@ class JobFolder:
             except FileNotFoundError as error:
                 raise self._missing() from error
 
-    def tokens(self, record: JobRecord) -> NDArray[np.uint32]:
-        """The document, uint32 [tokens]. Raises JobCorruptError."""
-        expected = record.order.tokens * 4
-        data = self._read(_TOKENS, expected)
-        if len(data) != expected:
-            raise _damaged(self.path / _TOKENS, f"{len(data)} bytes, expected {expected}")
-        return np.frombuffer(data, dtype="<u4")
-
-    def conversation(self, record: JobRecord) -> bytes | None:
-        """What is kept of the messages that the tokens are, None for a text. Raises JobCorruptError."""
-        expected = record.order.conversation
-        if not expected:
-            return None
-        data = self._read(_CONVERSATION, _LARGEST_CONVERSATION)
-        if hashlib.sha256(data).hexdigest() != expected:
-            raise _damaged(self.path / _CONVERSATION, "not what was written")
-        return data
-
     def _missing(self) -> JobNotFoundError:
         return unknown_job(self._id)
 
@@ -441,6 +423,41 @@ class JobFolder:
             raise _damaged(path, error.strerror or "not there") from error
         except OSError as error:
             raise unavailable(path, error) from error
+
+
+class Claim(JobFolder):
+    """A job that this process works on: its lock is held. To be used by one thread. record: as it is now."""
+
+    def __init__(self, id_: str, path: Path, record: JobRecord) -> None:
+        super().__init__(id_, path)
+        self.record = record
+
+    def write(self, record: JobRecord) -> None:
+        super().write(record)
+        self.record = record
+
+    def end(self, record: JobRecord) -> None:
+        """Has the job have ended, and removes what only an open one needs."""
+        self.write(record)
+        self.clear()
+
+    def tokens(self) -> NDArray[np.uint32]:
+        """The document, uint32 [tokens]. Raises JobCorruptError."""
+        expected = self.record.order.tokens * 4
+        data = self._read(_TOKENS, expected)
+        if len(data) != expected:
+            raise _damaged(self.path / _TOKENS, f"{len(data)} bytes, expected {expected}")
+        return np.frombuffer(data, dtype="<u4")
+
+    def conversation(self) -> bytes | None:
+        """What is kept of the messages that the tokens are, None for a text. Raises JobCorruptError."""
+        expected = self.record.order.conversation
+        if not expected:
+            return None
+        data = self._read(_CONVERSATION, _LARGEST_CONVERSATION)
+        if hashlib.sha256(data).hexdigest() != expected:
+            raise _damaged(self.path / _CONVERSATION, "not what was written")
+        return data
 
 
 def unknown_job(id_: str) -> JobNotFoundError:

@@ -71,7 +71,6 @@ class Slot:
 
     @property
     def id(self) -> str:
-        """The context's."""
         return self.manifest.id
 
     @property
@@ -99,21 +98,6 @@ class ArenaStats:
     hits: int
     evictions: int
 
-    @property
-    def budget_bytes(self) -> int:
-        """Of both memories."""
-        return self.budget.total
-
-    @property
-    def used_bytes(self) -> int:
-        """Of both memories."""
-        return self.used.total
-
-    @property
-    def leased_bytes(self) -> int:
-        """Of both memories."""
-        return self.leased.total
-
 
 class Books:
     """Every context's place, the least recently used first, and how much of the budget is left."""
@@ -135,7 +119,6 @@ class Books:
         return [slot for slot in self if slot.id == id_]
 
     def add(self, slot: Slot) -> None:
-        """Gives a context a place."""
         self._slots[_key(slot.manifest)] = slot
 
     def note_use(self, slot: Slot) -> None:
@@ -161,7 +144,6 @@ class Books:
         return _sum(slot for slot in self if slot.leases) + self._stuck()
 
     def held(self) -> MemoryBytes:
-        """What is taken of the memory."""
         return _sum(slot for slot in (*self, *self._leaving) if slot.holds)
 
     def fits(self, needed: MemoryBytes) -> bool:
@@ -169,7 +151,6 @@ class Books:
         return (self.leased() + needed).fits(self.budget)
 
     def of_tenant(self, tenant: str) -> list[Slot]:
-        """Every place of contexts of a tenant."""
         return [slot for slot in self if slot.manifest.tenant == tenant]
 
     def check_quota(self, needed: MemoryBytes, tenant: str, quota: int | None) -> None:
@@ -241,21 +222,6 @@ class Books:
     def can_keep_promises(self) -> bool:
         """Whether all promised memory will be free, once what is being freed is."""
         return (_sum(self) + self._stuck()).fits(self.budget)
-
-    def stats(self, loads: int, loaded_bytes: int, hits: int, evictions: int) -> ArenaStats:
-        """The present state, beside what the arena has counted."""
-        return ArenaStats(
-            budget=self.budget,
-            used=self.held(),
-            leased=self.leased(),
-            page_locked_bytes=self.page_locked_bytes,
-            contexts=sum(slot.complete for slot in self),
-            leases=sum(slot.leases for slot in self),
-            loads=loads,
-            loaded_bytes=loaded_bytes,
-            hits=hits,
-            evictions=evictions,
-        )
 
     def _stuck(self) -> MemoryBytes:
         return _sum(slot for slot in self._leaving if slot.stuck)
@@ -466,7 +432,19 @@ class Arena:
     def stats(self) -> ArenaStats:
         """The present state, consistent in itself."""
         with self._changed:
-            return self._books.stats(self._loads, self._loaded_bytes, self._hits, self._evictions)
+            books = self._books
+            return ArenaStats(
+                budget=books.budget,
+                used=books.held(),
+                leased=books.leased(),
+                page_locked_bytes=books.page_locked_bytes,
+                contexts=sum(slot.complete for slot in books),
+                leases=sum(slot.leases for slot in books),
+                loads=self._loads,
+                loaded_bytes=self._loaded_bytes,
+                hits=self._hits,
+                evictions=self._evictions,
+            )
 
     def _current_manifest(self, store: Store, id_: str, expired: bool) -> Manifest:
         """The manifest as stored now: what was deleted or has expired is not served from memory either."""

@@ -185,7 +185,7 @@ class LoadedContext:
 
     def wait(self) -> None:
         """Returns when everything is there. Raises what loading raised."""
-        self.resident.wait_for_layers()
+        self.resident.gate.wait_for_all()
         self._ended.wait()
 
     def stop(self) -> None:
@@ -432,7 +432,7 @@ class _StagedReads:
             # By the threads themselves, beside each other: locking pages takes its time.
             buffers = self._own.buffers = StagingBuffers(self._device)
         try:
-            self._context.read_head_pieces(path, layer, head, StagedArray(out, buffers))
+            self._context.read_head(path, layer, head, StagedArray(out, buffers))
         finally:
             buffers.wait()  # also after an error: nothing may be written any more once the memory is given back
 

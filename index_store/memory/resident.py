@@ -36,7 +36,8 @@ class LayerGate:
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._begun_ns = perf_counter_ns()
-        self._first_ns = self._all_ns = 0
+        self.first_layer_ns = self.all_layers_ns = 0
+        """Nanoseconds from the beginning until the first layer, and every one, was in memory; 0 before."""
 
     @property
     def complete(self) -> bool:
@@ -48,25 +49,15 @@ class LayerGate:
         """Whether layers are still on their way: neither are all in memory, nor has loading failed."""
         return not self.complete and self._error is None
 
-    @property
-    def first_layer_ns(self) -> int:
-        """Nanoseconds from the beginning until the first layer was in memory; 0 before."""
-        return self._first_ns
-
-    @property
-    def all_layers_ns(self) -> int:
-        """Nanoseconds from the beginning until every layer was in memory; 0 before."""
-        return self._all_ns
-
     def open_next(self) -> None:
         """Notes that the next layer is in memory."""
         spent = perf_counter_ns() - self._begun_ns
         with self._changed:
             if self._ready == 0:
-                self._first_ns = spent
+                self.first_layer_ns = spent
             self._ready += 1
             if self.complete:
-                self._all_ns = spent
+                self.all_layers_ns = spent
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
@@ -111,7 +102,8 @@ class ResidentContext:
     background, whoever asks for keys, values or an index waits for their layer, and gets the error that loading raised.
 
     Tensors stay usable while the arena's lease that handed out this object is held. nbytes: of all of them. device:
-    what computes with it; indexes are in its memory, keys and values too unless `placement` says otherwise.
+    what computes with it; indexes are in its memory, keys and values too unless `placement` says otherwise. gate: which
+    layers are there, to be waited for.
     """
 
     def __init__(
@@ -139,7 +131,7 @@ class ResidentContext:
         self.placement = placement
         self.slot_share = slot_share
         self.device = device or next((layer.device for layer in kv.values()), tokens.device)
-        self._gate = gate or LayerGate(manifest.model.layers, opened=True)
+        self.gate = gate or LayerGate(manifest.model.layers, opened=True)
         self._tokens: Tensor | None = tokens
         self._state = state
         self._kv = dict(kv)
@@ -156,32 +148,6 @@ class ResidentContext:
             *(() if state is None else (state,)),
         ]
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    @property
-    def first_layer_ns(self) -> int:
-        """Nanoseconds that loading took until the first layer was there; 0 before, and where nothing was loaded."""
-        return self._gate.first_layer_ns
-
-    @property
-    def all_layers_ns(self) -> int:
-        """Nanoseconds that loading took until every layer was there; 0 before, and where nothing was loaded."""
-        return self._gate.all_layers_ns
-
-    @property
-    def loading(self) -> bool:
-        """Whether some of it is still on its way to memory. What failed is not, and whoever asks for it is told why."""
-        return self._gate.loading
-
-    def wait_for_layer(self, layer: int, check: Callable[[], None] = lambda: None) -> None:
-        """Returns when the layer is in memory. Raises the error that loading raised.
-
-        check: called every 10 ms while waiting; what it raises ends the wait.
-        """
-        self._gate.wait(layer, check)
-
-    def wait_for_layers(self) -> None:
-        """Returns when every layer is in memory; otherwise as `wait_for_layer`."""
-        self._gate.wait_for_all()
 
     def tokens(self) -> Tensor:
         """The context's token ids, [N] int64."""
@@ -221,7 +187,7 @@ class ResidentContext:
     def stored_rows(self, layer: int) -> Tensor:
         """The tensor that holds one layer of `rows`: of two planes the low one, uint8 [H, N, 2, d/2]. Waits for it."""
         self._check_layer(layer)
-        self._gate.wait(layer)
+        self.gate.wait(layer)
         return self._kv[layer]
 
     def keys(self, layer: int) -> Tensor:
@@ -238,7 +204,7 @@ class ResidentContext:
         Raises MethodUnsupportedError when the context has no such index, or this program cannot read its kind.
         """
         if layer in self._kv:
-            self._gate.wait(layer)
+            self.gate.wait(layer)
         with self._building:
             found = self._indexes.get((name, layer))
             if found is None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.indexes.interface.index_kind import BuildParameters
 from index_store.indexes.interface.retired import why_retired
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.selection.budgets import (
@@ -52,6 +53,11 @@ class IndexSpec:
                 or f"index kind is {self.kind!r}, expected one of {', '.join(sorted(INDEX_KINDS))}",
                 kind=self.kind,
             )
+
+    @property
+    def built(self) -> BuildParameters:
+        """The parameters, parsed. Raises InvalidArgumentError for what cannot be built with."""
+        return INDEX_KINDS[self.kind].parameters_type.parse(self.parameters)
 
     def with_parameters(self, **overrides: Scalar | None) -> IndexSpec:
         """The same index with some build parameters replaced; overrides of None are ignored.
@@ -329,7 +335,7 @@ class Method:
     def _check_pair(self, index: IndexSpec, budget: Budget) -> None:
         kind = INDEX_KINDS[index.kind]
         kind.check_options(index.parameters, self.search)
-        if budget.needs_logits and not kind.estimates_logits(index.parameters, self.search):
+        if budget.needs_logits and not index.built.estimates_logits(kind.parse_search(self.search)):
             raise MethodUnsupportedError(
                 f"method {self.name!r}: a {type(budget).__name__.lower()} budget compares attention weights, and "
                 f"what index {index.name!r} yields orders keys without estimating q.k; use a ratio or mass budget",

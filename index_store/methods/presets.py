@@ -213,11 +213,7 @@ _LISTED = (
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _LISTED})
 
 
-_PARTITIONS = {
-    "monopole": "remainder_clusters",
-    "centred": "remainder_clusters",
-    "coarse": "coarse_rows",
-}
+_PARTITIONS = {"monopole": "remainder_clusters", "centred": "remainder_clusters", "coarse": "coarse_rows"}
 
 
 def get_method(

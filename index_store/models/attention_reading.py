@@ -23,14 +23,13 @@ from transformers import (
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
-    DynamicCache,
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
 
 from index_store.models.model_folder import ModelFolder, first_line
 from index_store.models.quantized import widened
-from index_store.models.state_cache import IndexCache, StateCache
+from index_store.models.state_cache import IndexCache, StateCache, cache_layers
 from index_store.store.description.context_id import ModelStates
 
 
@@ -167,14 +166,7 @@ _FEATURES: Mapping[str, str] = {
 
 _UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal", "indices"})
 _WITHOUT_EFFECT = frozenset(
-    {
-        "dropout",
-        "output_attentions",
-        "position_ids",
-        "use_cache",
-        "cache_position",
-        "encoder_hidden_states",
-    }
+    {"dropout", "output_attentions", "position_ids", "use_cache", "cache_position", "encoder_hidden_states"}
 )
 
 
@@ -241,11 +233,6 @@ _running = threading.local()
 """The notes of the pass that this thread runs: masks are made without a word from the caller."""
 
 
-def read_attention(folder: ModelFolder, config: Any) -> tuple[LayerReading, ...]:
-    """How every layer attends that does. Raises as `read_layers`."""
-    return read_layers(folder, config)[0]
-
-
 def read_layers(folder: ModelFolder, config: Any) -> tuple[tuple[LayerReading, ...], ModelStates | None]:
     """How every layer attends that does, and what the others keep.
 
@@ -267,11 +254,8 @@ def _check_cache(
     folder: ModelFolder, config: Any, readings: Mapping[int | None, LayerReading], limit: int
 ) -> None:
     """Refuses a model that would see other keys with transformers' own cache than its masks show."""
-    try:
-        cached = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
-    except Exception:  # a configuration that caches know nothing about
-        return
-    for layer, size in enumerate(cached):
+    for layer, cached in enumerate(cache_layers(config)):
+        size = getattr(cached, "sliding_window", None)
         kept, reading = size if isinstance(size, int) and size < limit else None, readings.get(layer)
         if kept is not None and reading is not None and reading.window != kept:
             raise folder.refuse(
@@ -403,7 +387,7 @@ def _take_notes(folder: ModelFolder, config: Any) -> _Notes:
     AttentionInterface.register(_NOTES, _note_call)
     AttentionMaskInterface.register(_NOTES, _note_mask)
     try:
-        with torch.device("meta"), torch.inference_mode(), _quietly():
+        with torch.device("meta"), torch.inference_mode(), quietly():
             # bfloat16, whatever the checkpoint has: kernels for experts take nothing else without data.
             skeleton = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), attn_implementation=_NOTES, dtype=torch.bfloat16
@@ -452,7 +436,7 @@ def _run(decoder: Any, device: str, notes: _Notes) -> None:
     notes.names.update({id(parameter): name for name, parameter in decoder.named_parameters()})
     _running.notes = notes
     try:
-        with torch.device(device), torch.inference_mode(), _quietly():
+        with torch.device(device), torch.inference_mode(), quietly():
             # Without position_ids, which count from 0, and with a mask, so that nobody looks for numbers in them.
             ids = torch.zeros(1, _TOKENS, dtype=torch.long)
             cache = notes.cache or notes.index
@@ -476,14 +460,17 @@ def _hollow(skeleton: Any) -> Any:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Without what transformers has to say about skeletons."""
-    before = transformers_logging.get_verbosity()
+def quietly() -> Iterator[None]:
+    """Without what transformers has to say, and without its bars, which are for who calls it by hand."""
+    before, bars_shown = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(before)
+        if bars_shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _note_mask(

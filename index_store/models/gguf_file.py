@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, redirect_stderr
 from importlib.util import find_spec
 from io import StringIO
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     import torch
     from gguf import ReaderTensor
 
-    from index_store.models.gguf_settings import Attending
-
-ReadAttention = Callable[[ModelFolder, Any], "Sequence[Attending]"]
-
 _MAGIC = b"GGUF"
 # What a folder of the cache was made with; another number converts anew.
 _CONVERSION = 2
@@ -34,27 +30,26 @@ _CONVERSION = 2
 log = logging.getLogger(__name__)
 
 
-def convert_gguf(file: Path, name: str, folder: Path, read: ReadAttention) -> ModelFolder:
+def convert_gguf(file: Path, name: str, folder: Path) -> ModelFolder:
     """Converts a GGUF file into the model folder `folder`, unless that is there. See `gguf_folder`."""
     source = ModelFolder(file, name)
     _check_magic(source)
     if not folder.is_dir():
         _check_package(source)
         log.info("converting %s to a model folder; this happens once", file.name)
-        _publish(source, folder, read)
+        _publish(source, folder)
     return ModelFolder(folder, name)
 
 
-def gguf_folder(file: Path, name: str, read: ReadAttention) -> ModelFolder:
+def gguf_folder(file: Path, name: str) -> ModelFolder:
     """The model folder that a GGUF file becomes; converts it when the cache does not hold it yet.
 
     Quantised weights are expanded to bfloat16; those of a float16 or float32 file keep their type. The folder's place
     is a function of the file's content, so a copy or another name finds the same folder, and a changed file another.
-    name: what people call the model. read: tells how layers attend, to compare it with the file. Raises
-    ModelUnsupportedError for a file that is no GGUF file, is cut off, or has a setting or a tensor that the folder
-    would not have, naming it, and when the package that reads GGUF files is missing.
+    name: what people call the model. Raises ModelUnsupportedError for a file that is no GGUF file, is cut off, or has
+    a setting or a tensor that the folder would not have, naming it, and when the package that reads them is missing.
     """
-    return convert_gguf(file, name, model_cache() / f"gguf-{_CONVERSION}-{hash_file(file)}", read)
+    return convert_gguf(file, name, model_cache() / f"gguf-{_CONVERSION}-{hash_file(file)}")
 
 
 def _check_magic(source: ModelFolder) -> None:
@@ -72,7 +67,7 @@ def _check_package(source: ModelFolder) -> None:
         raise source.refuse("reading GGUF files needs the package gguf: pip install 'sparsekv[gguf]'")
 
 
-def _publish(source: ModelFolder, folder: Path, read: ReadAttention) -> None:
+def _publish(source: ModelFolder, folder: Path) -> None:
     """Converts beside the final place and renames: a killed conversion leaves nothing that could be taken for one."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +81,7 @@ def _publish(source: ModelFolder, folder: Path, read: ReadAttention) -> None:
     bars = nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO())
     try:
         with bars:
-            _convert(source, made, read)
+            _convert(source, made)
         try:
             made.rename(folder)
         except OSError:
@@ -96,13 +91,14 @@ def _publish(source: ModelFolder, folder: Path, read: ReadAttention) -> None:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _convert(source: ModelFolder, folder: Path, read: ReadAttention) -> None:
+def _convert(source: ModelFolder, folder: Path) -> None:
     # Late: a command that names a folder never pays for these.
     import torch
     from gguf import GGUFReader
     from transformers import AutoModelForCausalLM
     from transformers.integrations.gguf import read_gguf_metadata
 
+    from index_store.models.attention_reading import read_layers
     from index_store.models.gguf_settings import (
         USED_BY_SETTINGS,
         GgufSettings,
@@ -122,7 +118,7 @@ def _convert(source: ModelFolder, folder: Path, read: ReadAttention) -> None:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         rotated = [2 * own.numel() for name, own in model.named_buffers() if name.endswith("inv_freq")]
         try:
-            readings = read(source, config)
+            readings, _ = read_layers(source, config)
         except ModelUnsupportedError as error:
             raise settings.reason(error) from error
         settings.check(config, readings, rotated)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import decoders, pre_tokenizers, processors
 from transformers import CONFIG_MAPPING, AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+if TYPE_CHECKING:
+    from index_store.models.attention_reading import LayerReading
 
 ARCHITECTURES: Mapping[str, str] = {
     "gemma2": "gemma2",
@@ -82,22 +85,6 @@ _GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of those whose queries are s
 Factors = Mapping[str, Sequence[float]]
 
 
-class Attending(Protocol):
-    """How a layer attends, as `attention_reading.LayerReading` has it."""
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def window(self) -> int | None: ...
-
-    @property
-    def scale(self) -> float: ...
-
-    @property
-    def cap(self) -> float | None: ...
-
-
 class UnusedSettingError(Exception):
     """A setting that the converted model would not have."""
 
@@ -151,7 +138,7 @@ class GgufSettings:
             given[original] = rope.get(original, self._need("context_length"))
         return CONFIG_MAPPING[ARCHITECTURES[self.architecture]](**given)
 
-    def check(self, config: Any, readings: Sequence[Attending], rotated: Sequence[int]) -> None:
+    def check(self, config: Any, readings: Sequence[LayerReading], rotated: Sequence[int]) -> None:
         """Compares what a model of this configuration does with the settings.
 
         readings: how its layers attend. rotated: dimensions of its rotary embeddings. Raises UnusedSettingError for the

@@ -23,7 +23,6 @@ import torch
 from safetensors import SafetensorError
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from index_store.attention.attention_state import PLAIN, LogitForm
 from index_store.errors import InvalidArgumentError, ModelUnsupportedError
@@ -32,6 +31,7 @@ from index_store.models.attention_reading import (
     decoder_of,
     is_text_part,
     max_positions,
+    quietly,
     read_config,
     read_layers,
 )
@@ -107,7 +107,7 @@ def identifying(folder: ModelFolder, progress: Progress | None = None) -> Iterat
 
 
 def describe(folder: ModelFolder) -> ModelIdentity:
-    """Everything but the fingerprint: no weights are read. Raises ModelUnsupportedError as `read_attention` does."""
+    """Everything but the fingerprint: no weights are read. Raises ModelUnsupportedError as `read_layers` does."""
     config = read_config(folder)
     readings, states = _read_once(folder, (folder.path / "config.json").read_bytes())
     full = _common(
@@ -148,7 +148,7 @@ def describe(folder: ModelFolder) -> ModelIdentity:
 
 
 def attention_of(folder: ModelFolder) -> tuple[LayerReading, ...]:
-    """How every layer of the model attends that does. Raises ModelUnsupportedError as `read_attention` does."""
+    """How every layer of the model attends that does. Raises ModelUnsupportedError as `read_layers` does."""
     return _read_once(folder, (folder.path / "config.json").read_bytes())[0]
 
 
@@ -376,33 +376,23 @@ def _load_weights(
 ) -> Any:
     config = read_config(folder)
     config.transformers_weights = weights_entry(folder)  # else a loader chooses among what lies in the folder
-    # Bars and tables of the library are for who calls it by hand; what they say is said below.
-    bars_shown, verbosity = (
-        transformers_logging.is_progress_bar_enabled(),
-        transformers_logging.get_verbosity(),
-    )
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder.path,
-            config=config,
-            dtype=compute_dtype,
-            attn_implementation=attention,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **({"key_mapping": _WRAPPED} if is_text_part(folder) else {}),
-            **options,
-        )
+        with quietly():  # what bars and tables of the library say is said below
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder.path,
+                config=config,
+                dtype=compute_dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **({"key_mapping": _WRAPPED} if is_text_part(folder) else {}),
+                **options,
+            )
     except _UNREADABLE as error:
         raise ModelUnsupportedError(f"model {folder.name!r} cannot be loaded: {first_line(error)}") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars_shown:
-            transformers_logging.enable_progress_bar()
     _check_report(folder, model, report)
     return model
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from index_store.errors import ModelUnsupportedError
 from index_store.models.model_folder import ModelFolder, model_cache
@@ -28,7 +27,7 @@ def resolve_model(name_or_path: str) -> ModelFolder:
     if path.suffix.lower() == GGUF_SUFFIX and path.is_file():
         from index_store.models.gguf_file import gguf_folder
 
-        return gguf_folder(path.resolve(), path.stem, _read_attention)
+        return gguf_folder(path.resolve(), path.stem)
     if not path.is_dir():
         raise ModelUnsupportedError(
             f"model {name_or_path!r} is neither a packaged model ({', '.join(PACKAGED_MODELS)}), "
@@ -49,12 +48,6 @@ def _name(path: Path) -> str:
     repository = path.parent.parent.name
     inside = path.parent.name == "snapshots" and repository.startswith("models--")
     return repository.rpartition("--")[2] if inside else path.name
-
-
-def _read_attention(folder: ModelFolder, config: Any) -> Any:
-    from index_store.models.attention_reading import read_attention
-
-    return read_attention(folder, config)
 
 
 def _fetched_model(name: str) -> ModelFolder:

@@ -128,6 +128,14 @@ def _dtype(part: StatePart, dtype: torch.dtype) -> torch.dtype:
     return stored_dtype(part.dtype).torch_dtype if part.dtype else dtype
 
 
+def cache_layers(config: Any) -> Sequence[Any]:
+    """Of transformers' own cache for a model; none for a configuration that caches know nothing about."""
+    try:
+        return DynamicCache(config=config).layers  # type: ignore[no-any-return]
+    except Exception:
+        return ()
+
+
 class StateCache(Cache):  # type: ignore[misc]  # transformers has no types here
     """See the file. attending: the model's layer whose keys were given last, which attends next. begun: whether the
     texts had a token before."""
@@ -170,13 +178,9 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers has no types here
     @classmethod
     def noting(cls, config: Any) -> StateCache | None:
         """One that takes whatever a model keeps; None for a model of whose states transformers' own cache has none."""
-        try:
-            layers = DynamicCache(config=config).layers
-        except Exception:  # a configuration that caches know nothing about
-            return None
         numbers = [
             layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0
-            for layer in layers
+            for layer in cache_layers(config)
         ]
         return cls(numbers) if any(numbers) else None
 
@@ -286,10 +290,7 @@ class IndexCache(Cache):  # type: ignore[misc]  # transformers has no types here
     @classmethod
     def noting(cls, config: Any) -> IndexCache | None:
         """One without tokens; None for a model for which transformers' own cache keeps no such keys."""
-        try:
-            layers = DynamicCache(config=config).layers
-        except Exception:  # a configuration that caches know nothing about
-            return None
+        layers = cache_layers(config)
         return cls(len(layers)) if any(isinstance(layer, DynamicIndexedLayer) for layer in layers) else None
 
     def inputs(self, tokens: int, device: torch.device | str) -> dict[str, object]:

@@ -14,8 +14,8 @@ import msgspec
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.call_syntax import CallSyntax
 from index_store.models.conversation.chat_template import ChatTemplate, OrdinaryText
-from index_store.models.conversation.messages import Conversation, Message, Role
-from index_store.models.conversation.turns import StoredConversation, begin, extend, go_on, turns_after_text
+from index_store.models.conversation.messages import Conversation
+from index_store.models.conversation.turns import ConversationTokens
 from index_store.models.digests import hash_file
 from index_store.models.model_folder import ModelFolder, first_line
 
@@ -36,7 +36,7 @@ _CUT_TOKENS = 64  # that a cut through a text may add at most, as far as any tok
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-class Tokenizer:
+class Tokenizer(ConversationTokens):
     """A model's own tokenizer, and its chat template.
 
     prefix_ids: what the tokenizer puts before a text (a begin-of-text token for many models, nothing for others);
@@ -48,9 +48,9 @@ class Tokenizer:
         self._backend = backend
         self._name = name
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
-        self._ordinary = OrdinaryText(backend, self.eos_ids)
-        ends = [token.text for token in self._ordinary.special if token.id in self.eos_ids]
-        self._template = ChatTemplate(backend, name, self._ordinary.letterless, self._ordinary.spoken, ends)
+        ordinary = OrdinaryText(backend, self.eos_ids)
+        ends = [token.text for token in ordinary.special if token.id in self.eos_ids]
+        super().__init__(ChatTemplate(backend, name, ordinary.letterless, ordinary.spoken, ends), ordinary)
         self.prefix_ids: tuple[int, ...] = self._leading_special_ids()
 
     def encode(self, text: str) -> list[int]:
@@ -78,47 +78,6 @@ class Tokenizer:
         moment = moment or datetime.now(UTC)
         rendering = self._template.render(conversation, moment, answer_follows=answer_follows)
         return self._ordinary.encode_rendering(rendering)
-
-    def begin_conversation(
-        self, conversation: Conversation, moment: datetime | None = None
-    ) -> tuple[list[int], StoredConversation]:
-        """Token ids of a context of messages, and what is kept of them so that further turns can follow.
-
-        Raises InvalidArgumentError as `encode_conversation` does, and where no turn could follow.
-        """
-        return begin(self._template, self._ordinary, conversation, moment or datetime.now(UTC))
-
-    def continue_conversation(
-        self, stored: StoredConversation, new: Sequence[Message], stored_ids: Callable[[], Sequence[int]]
-    ) -> list[int]:
-        """Token ids of turns that follow a context of messages, up to where the model's answer begins.
-
-        stored_ids: tells the context's. Raises InvalidArgumentError where the whole conversation does not begin with
-        them.
-        """
-        return go_on(self._template, self._ordinary, stored, new, stored_ids)
-
-    def extend_conversation(
-        self, stored: StoredConversation, new: Sequence[Message], stored_ids: Callable[[], Sequence[int]]
-    ) -> tuple[list[int], StoredConversation]:
-        """Token ids of messages that continue a context of messages, and what is kept of all of them.
-
-        Raises InvalidArgumentError as `continue_conversation` and `begin_conversation` do.
-        """
-        return extend(self._template, self._ordinary, stored, new, stored_ids)
-
-    def encode_turns(self, new: Sequence[Message]) -> list[int]:
-        """Token ids of turns after a context of plain text, up to where the model's answer begins.
-
-        Raises InvalidArgumentError as `encode_conversation` does, and where the template leaves earlier turns out.
-        """
-        return self._ordinary.encode_rendering(
-            turns_after_text(self._template, new), first=False, behind_text=True
-        )
-
-    def format_question(self, question: str) -> str:
-        """What the chat template writes for a question after a context of plain text; `encode_turns` has its tokens."""
-        return turns_after_text(self._template, (Message(Role.USER, question),)).text
 
     def at_least(self, text: str, enough: int, check: Callable[[], None] = lambda: None) -> int:
         """How many tokens the text has at least, found at a cost that does not grow beyond about `enough` tokens.

@@ -95,8 +95,7 @@ class Bucket:
             )
         except (BaseError, ValueError, OSError) as error:
             raise InvalidArgumentError(
-                f"--objects is {url[:200]!r} ({_first_line(error)}); expected {_FORMS}",
-                field="objects",
+                f"--objects is {url[:200]!r} ({_first_line(error)}); expected {_FORMS}", field="objects"
             ) from error
 
     def list(self, prefix: str) -> Sequence[Found]:

@@ -35,13 +35,7 @@ from index_store.store.catalog import Store, free_name
 from index_store.store.clean_up import note_use
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.manifest import MANIFESTS, Manifest
-from index_store.store.files.durable import (
-    CHECKSUM_BYTES,
-    TEMPORARY_PREFIX,
-    storing,
-    sync_path,
-    unused_name,
-)
+from index_store.store.files.durable import CHECKSUM_BYTES, TEMPORARY_PREFIX, storing, sync_path, unused_name
 from index_store.store.files.reading import WrongFileError, file_threads, open_regular, unavailable
 from index_store.store.zarr_io import chunk_file, extend_crc32c
 
@@ -97,16 +91,10 @@ class Contents:
 def parts_of(manifest: Manifest, start: int) -> Sequence[Part]:
     """Every chunk, laid out from byte `start` on: tokens, messages and states, then layer by layer keys, values and
     indexes, and the sample of the queries, which no token needs, at the end."""
-    model = manifest.model
     whole = [entry for entry in (manifest.tokens, manifest.conversation, manifest.state) if entry is not None]
     order = [(entry, indices) for entry in whole for indices in entry.chunk_indices()]
-    rows = {manifest.kv.path: model.full_layers or model.window_layers}
-    if manifest.window is not None:
-        rows[manifest.window.path] = model.window_layers
-    layered = [entry for entry in (manifest.kv, manifest.window) if entry is not None]
-    for index in manifest.indexes:
-        layered += index.arrays
-        rows |= {array.path: index.layers for array in index.arrays}
+    rows, apart = manifest.layers_of, (*whole, manifest.queries)
+    layered = [entry for entry in manifest.arrays if entry not in apart]
     places = [
         (rows[entry.path][indices[0]], entry, indices)
         for entry in layered

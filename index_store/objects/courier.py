@@ -20,23 +20,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from index_store.errors import (
-    ContextCorruptError,
-    ContextNotFoundError,
-    SparseKVError,
-    StoreError,
-)
+from index_store.errors import ContextCorruptError, ContextNotFoundError, SparseKVError, StoreError
 from index_store.objects.bucket import Bucket
 from index_store.objects.context_file import file_bytes, nowhere, packed, receive
-from index_store.objects.records import (
-    Held,
-    Mark,
-    content_key,
-    damage_key,
-    look,
-    read_record,
-    record_key,
-)
+from index_store.objects.records import Held, Mark, content_key, damage_key, look, read_record, record_key
 from index_store.objects.tier import Tier, open_object, write_metadata, writing
 from index_store.store.catalog import CHANGEABLE, Store, neutral
 from index_store.store.clean_up import BEYOND_MARGIN, remove_if

@@ -46,13 +46,7 @@ from index_store.store.description.json_fields import (
     field_error,
 )
 from index_store.store.description.manifest import MANIFEST_NAME, MANIFESTS, Manifest
-from index_store.store.elsewhere import (
-    Beyond,
-    Notes,
-    bytes_here,
-    kept_entries,
-    remove_arrays,
-)
+from index_store.store.elsewhere import Beyond, Notes, bytes_here, kept_entries, remove_arrays
 from index_store.store.ended import Ended
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
@@ -213,7 +207,6 @@ Result = TypeVar("Result")
 
 
 def utc_now() -> datetime:
-    """The present time, timezone-aware."""
     return datetime.now(UTC)
 
 
@@ -329,6 +322,13 @@ class Store:
         """The manifest of a context, checked. Raises ContextNotFoundError, a ContextCorruptError or
         FormatVersionError."""
         return self.bounded(partial(self._manifest, self.folders.context(id_).name))
+
+    def usable(self, id_: str) -> Manifest | None:
+        """The same; None of a context that is not there, or cannot be used for good."""
+        try:
+            return self.manifest(id_)
+        except (ContextNotFoundError, ContextCorruptError, FormatVersionError):
+            return None
 
     def _manifest(self, id_: str) -> Manifest:
         self._require_seen(id_)
@@ -461,11 +461,8 @@ class Store:
         with locked_file(lock, wait=False) as held, locked_file(fetching, wait=False) as alone:
             if self.beyond is None or not (held and alone):
                 return False
-            try:
-                manifest = self.manifest(id_)
-            except (ContextNotFoundError, ContextCorruptError, FormatVersionError):
-                return False
-            if not unwanted(manifest):
+            manifest = self.usable(id_)
+            if manifest is None or not unwanted(manifest):
                 return False
             before = self.notes.url(id_)
             self.notes.note_elsewhere(id_, self.beyond.url)

@@ -16,9 +16,6 @@ from itertools import chain
 from pathlib import Path
 
 from index_store.errors import (
-    ContextCorruptError,
-    ContextNotFoundError,
-    FormatVersionError,
     QuotaExceededError,
     SparseKVError,
     StoreBoundError,
@@ -29,13 +26,7 @@ from index_store.store.catalog import DefaultsFolder, Store, neutral
 from index_store.store.description.array_entry import kv_entry, state_entry, window_entry
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.manifest import Manifest
-from index_store.store.files.durable import (
-    TEMPORARY_PREFIX,
-    TRASH_PREFIX,
-    is_locked,
-    locked_file,
-    storing,
-)
+from index_store.store.files.durable import TEMPORARY_PREFIX, TRASH_PREFIX, is_locked, locked_file, storing
 from index_store.store.files.leftovers import (
     Leftover,
     dead_folders,
@@ -125,7 +116,7 @@ def _expired(store: Store, on_failure: Callable[[StoreError], None]) -> Iterator
         on_failure(error)
         return
     for id_ in unneeded:
-        yield leftover("expired", store.folders.context(id_), partial(_remove_expired, store, id_))
+        yield leftover("expired", store.folders.context(id_), partial(remove_if, store, id_, store.expired))
 
 
 def _unneeded(store: Store, entries: Sequence[Entry]) -> Sequence[str]:
@@ -151,10 +142,6 @@ def _require_usable(entries: Sequence[Entry]) -> None:
             )
 
 
-def _remove_expired(store: Store, id_: str) -> bool:
-    return remove_if(store, id_, store.expired)
-
-
 def remove_if(store: Store, id_: str, unwanted: Callable[[Manifest], bool]) -> bool:
     """Removes a context that is unwanted as it is now, and that no living one continues; whether it did. What it takes
     to make it again is kept (`store/ended.py`).
@@ -163,10 +150,8 @@ def remove_if(store: Store, id_: str, unwanted: Callable[[Manifest], bool]) -> b
     """
     # A job may be replacing it, or may have removed it: then it is not ours to remove.
     with locked_file(store.folders.lock_path(id_), wait=False) as held, store.family_lock(id_):
-        try:
-            if not held or not unwanted(manifest := store.manifest(id_)):
-                return False
-        except (ContextNotFoundError, ContextCorruptError, FormatVersionError):
+        manifest = store.usable(id_) if held else None
+        if manifest is None or not unwanted(manifest):
             return False
         entries = store.entries_for(id_)  # a child may have come meanwhile
         _require_usable(entries)

@@ -49,10 +49,7 @@ class HeadsPart:
             window = replace(window, kv_heads=heads, query_heads=query_heads)
         own = self.of(model.kv_heads)
         return replace(
-            model,
-            kv_heads=own.stop - own.start,
-            query_heads=model.query_heads // self.ranks,
-            window=window,
+            model, kv_heads=own.stop - own.start, query_heads=model.query_heads // self.ranks, window=window
         )
 
     def manifest(self, manifest: Manifest) -> Manifest:
@@ -65,14 +62,8 @@ class HeadsPart:
             shape = (entry.shape[0], own.stop - own.start, *entry.shape[2:])
             return replace(entry, shape=shape, checksums=None)
 
-        indexes = tuple(replace(each, arrays=tuple(map(cut, each.arrays))) for each in manifest.indexes)
         return replace(
-            manifest,
-            model=self.identity(manifest.model),
-            kv=cut(manifest.kv),
-            window=None if manifest.window is None else cut(manifest.window),
-            queries=None if manifest.queries is None else cut(manifest.queries),
-            indexes=indexes,
+            manifest, model=self.identity(manifest.model), **manifest.changed_arrays(cut, layered=True)
         )
 
     def context(self, context: Context) -> Context:
@@ -94,11 +85,8 @@ class _ContextPart(Context):
     def array(self, path: str, layer: int, head: int) -> Tensor:
         return super().array(path, layer, self._head(path, head))
 
-    def read_head(self, path: str, layer: int, head: int, out: Tensor) -> None:
+    def read_head(self, path: str, layer: int, head: int, out: Tensor | Pieces) -> None:
         super().read_head(path, layer, self._head(path, head), out)
-
-    def read_head_pieces(self, path: str, layer: int, head: int, pieces: Pieces) -> None:
-        super().read_head_pieces(path, layer, self._head(path, head), pieces)
 
     def _head(self, path: str, head: int) -> int:
         first: int = self._part.of(self._entry(path).shape[1]).start

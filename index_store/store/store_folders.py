@@ -59,25 +59,24 @@ class StoreFolders:
 
     def lock_path(self, id_: str) -> Path:
         """The file by which writers of a context exclude each other; makes the folder of locks where it is missing."""
-        with storing("creating the locks' folder", self.locks):
-            make_folder(self.locks, permissions_in(self.contexts))
-        return self.locks / self.context(id_).name
+        return self._lock(self.context(id_).name)
 
     def names_lock_path(self) -> Path:
         """The file that is locked while a name moves from one context to another; likewise."""
-        with storing("creating the locks' folder", self.locks):
-            make_folder(self.locks, permissions_in(self.contexts))
-        return self.locks / NAMES_LOCK
+        return self._lock(NAMES_LOCK)
 
     def family_lock_path(self, id_: str) -> Path:
         """The file by which publishing a context's children and removing it exclude each other; likewise."""
-        path = self.lock_path(id_)
-        return path.with_name(path.name + _FAMILY)
+        return self._lock(self.context(id_).name + _FAMILY)
 
     def fetch_lock_path(self, id_: str) -> Path:
         """The file by which those exclude each other who move a context's arrays here or away; likewise."""
-        path = self.lock_path(id_)
-        return path.with_name(path.name + _FETCH)
+        return self._lock(self.context(id_).name + _FETCH)
+
+    def _lock(self, name: str) -> Path:
+        with storing("creating the locks' folder", self.locks):
+            make_folder(self.locks, permissions_in(self.contexts))
+        return self.locks / name
 
 
 def require_local(path: str | Path, what: str) -> Path:

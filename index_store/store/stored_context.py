@@ -13,19 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.errors import (
-    InvalidArgumentError,
-    MissingChunkError,
-)
+from index_store.errors import InvalidArgumentError, MissingChunkError
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.dtypes import STORED_DTYPES
 from index_store.store.description.manifest import Manifest
 from index_store.store.files.reading import READ_LIMIT_S, read_bounded
-from index_store.store.zarr_io import (
-    ContextFiles,
-    Pieces,
-    map_chunk,
-)
+from index_store.store.zarr_io import ContextFiles, Pieces, map_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +40,10 @@ class Context(ContextFiles):
     def __init__(self, folder: Path, manifest: Manifest, read_limit_s: float = READ_LIMIT_S) -> None:
         """read_limit_s: how long one step of reading may take; who calls `read_head` sees to that."""
         super().__init__(folder, manifest, read_limit_s)
-        model = manifest.model
-        full, windowed = (
-            {layer: row for row, layer in enumerate(layers)}
-            for layers in (model.full_layers, model.window_layers)
-        )
-        rows_of = ((manifest.kv, full or windowed), (manifest.window, windowed), (manifest.queries, full))
-        self._rows: dict[str, dict[int, int]] = {
-            entry.path: rows for entry, rows in rows_of if entry is not None
+        self._rows = {
+            path: {layer: row for row, layer in enumerate(layers)}
+            for path, layers in manifest.layers_of.items()
         }
-        for index in manifest.indexes:
-            rows = {layer: row for row, layer in enumerate(index.layers)}
-            self._rows.update({array.path: rows for array in index.arrays})
 
     def tokens(self) -> Tensor:
         """The context's token ids, [N] int64. Their checksum is verified."""
@@ -90,15 +75,10 @@ class Context(ContextFiles):
             raise
         return torch.from_numpy(raw).view(STORED_DTYPES[entry.dtype].torch_dtype).view(entry.chunks[2:])
 
-    def read_head(self, path: str, layer: int, head: int, out: Tensor) -> None:
-        """Reads one (layer, KV head) of an array into a contiguous tensor and verifies its checksum."""
+    def read_head(self, path: str, layer: int, head: int, out: Tensor | Pieces) -> None:
+        """Reads one (layer, KV head) of an array into a contiguous tensor, or in pieces; verifies its checksum."""
         entry, row = self._locate(path, layer)
-        self._read(entry, (row, head), raw_bytes(out))
-
-    def read_head_pieces(self, path: str, layer: int, head: int, pieces: Pieces) -> None:
-        """Reads one (layer, KV head) of an array piece by piece and verifies its checksum."""
-        entry, row = self._locate(path, layer)
-        self._read(entry, (row, head), pieces)
+        self._read(entry, (row, head), raw_bytes(out) if isinstance(out, Tensor) else out)
 
     def queries(self, layer: int) -> QuerySample:
         """The sample of the layer's queries; its checksums are verified.

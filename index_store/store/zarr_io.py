@@ -12,6 +12,7 @@ import ctypes
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -121,7 +122,7 @@ def check_chunks(folder: Path, entries: Iterable[ArrayEntry]) -> Iterator[Proble
         for indices in entry.chunk_indices():
             try:
                 if _trailer(folder, entry, indices) != entry.checksum(indices):
-                    read_chunk_pieces(folder, entry, indices, Forgotten())
+                    read_chunk(folder, entry, indices, Forgotten())
             except (ContextCorruptError, StoreUnavailableError) as error:
                 yield error
 
@@ -134,7 +135,7 @@ def verify_chunks(
     for entry in entries:
         for indices in entry.chunk_indices():
             try:
-                read_chunk_pieces(folder, entry, indices, pieces)
+                read_chunk(folder, entry, indices, pieces)
             except (ContextCorruptError, StoreUnavailableError) as error:
                 yield error
             on_bytes(entry.chunk_bytes)
@@ -147,28 +148,8 @@ def map_chunk(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> NDArra
     read. Raises MissingChunkError, TruncatedChunkError or StoreUnavailableError.
     """
     path = chunk_path(folder, entry, indices)
-    try:
-        with open_regular(path) as (descriptor, status):
-            _check_size(path, entry, status.st_size)
-            with open(descriptor, "rb", closefd=False) as file:
-                return np.memmap(file, dtype=np.uint8, mode="c", shape=(entry.chunk_bytes,))
-    except OSError as error:
-        raise _unreadable(path, entry, error) from error
-
-
-def read_chunk_into(folder: Path, entry: ArrayEntry, indices: Sequence[int], raw: NDArray[np.uint8]) -> None:
-    """Reads the chunk straight into as many bytes of memory.
-
-    Its crc32c is computed while reading, and must be the one at the file's end and the entry's. Raises
-    MissingChunkError, TruncatedChunkError, ChecksumError or StoreUnavailableError, naming file and array; the buffer
-    then holds garbage.
-    """
-    if raw.size != entry.chunk_bytes:
-        raise InvalidArgumentError(
-            f"{entry.path}: a chunk has {entry.chunk_bytes} bytes, the buffer {raw.size}"
-        )
-    path = chunk_path(folder, entry, indices)
-    _read_chunk(path, entry, indices, lambda descriptor: _fill(path, descriptor, raw))
+    with _opened(path, entry) as descriptor, open(descriptor, "rb", closefd=False) as file:
+        return np.memmap(file, dtype=np.uint8, mode="c", shape=(entry.chunk_bytes,))
 
 
 class Pieces(Protocol):
@@ -196,58 +177,60 @@ class Forgotten:
         pass
 
 
-def read_chunk_pieces(folder: Path, entry: ArrayEntry, indices: Sequence[int], pieces: Pieces) -> None:
-    """Reads the chunk through buffers that are smaller than it, verifying it like `read_chunk_into`.
+def read_chunk(
+    folder: Path, entry: ArrayEntry, indices: Sequence[int], into: NDArray[np.uint8] | Pieces
+) -> None:
+    """Reads the chunk straight into as many bytes of memory, or through buffers that are smaller than it.
 
-    What the pieces went into holds garbage when it raises.
+    Its crc32c is computed while reading, and must be the one at the file's end and the entry's. Raises
+    MissingChunkError, TruncatedChunkError, ChecksumError or StoreUnavailableError, naming file and array; what the
+    bytes went into then holds garbage.
     """
+    if isinstance(into, np.ndarray) and into.size != entry.chunk_bytes:
+        raise InvalidArgumentError(
+            f"{entry.path}: a chunk has {entry.chunk_bytes} bytes, the buffer {into.size}"
+        )
     path = chunk_path(folder, entry, indices)
-
-    def fill(descriptor: int) -> int:
-        checksum = done = 0
+    checksum = done = 0
+    with _opened(path, entry) as descriptor:
         while done < entry.chunk_bytes:
-            raw = pieces.buffer(done, entry.chunk_bytes - done)
+            raw = into if isinstance(into, np.ndarray) else into.buffer(done, entry.chunk_bytes - done)
             checksum = _fill(path, descriptor, raw, checksum)
-            pieces.filled(done, raw.size)
+            if not isinstance(into, np.ndarray):
+                into.filled(done, raw.size)
             done += raw.size
-        return checksum
-
-    _read_chunk(path, entry, indices, fill)
+        with may_block(path):
+            trailer = int.from_bytes(os.read(descriptor, CHECKSUM_BYTES), "little")
+    _check_checksum(path, entry, checksum, trailer, entry.checksum(indices))
 
 
 def chunk_file(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> Iterator[bytes]:
-    """The bytes of a chunk's file, piece by piece. Raises as `read_chunk_into`, also behind the last piece."""
+    """The bytes of a chunk's file, piece by piece. Raises as `read_chunk`, also behind the last piece."""
     path, checksum, done = chunk_path(folder, entry, indices), 0, 0
-    try:
-        with open_regular(path) as (descriptor, status):
-            _check_size(path, entry, status.st_size)
-            while done < entry.chunk_bytes:
-                with may_block(path):
-                    piece = os.read(descriptor, min(_PIECE_BYTES, entry.chunk_bytes - done))
-                if not piece:
-                    raise WrongFileError("a file that shrank while it was read")
-                checksum = extend_crc32c(checksum, np.frombuffer(piece, np.uint8))
-                done += len(piece)
-                yield piece
+    with _opened(path, entry) as descriptor:
+        while done < entry.chunk_bytes:
             with may_block(path):
-                last = os.read(descriptor, CHECKSUM_BYTES)
-    except OSError as error:
-        raise _unreadable(path, entry, error) from error
+                piece = os.read(descriptor, min(_PIECE_BYTES, entry.chunk_bytes - done))
+            if not piece:
+                raise WrongFileError("a file that shrank while it was read")
+            checksum = extend_crc32c(checksum, np.frombuffer(piece, np.uint8))
+            done += len(piece)
+            yield piece
+        with may_block(path):
+            last = os.read(descriptor, CHECKSUM_BYTES)
     _check_checksum(path, entry, checksum, int.from_bytes(last, "little"), entry.checksum(indices))
     yield last
 
 
-def _read_chunk(path: Path, entry: ArrayEntry, indices: Sequence[int], fill: Callable[[int], int]) -> None:
-    """Reads a chunk by `fill`, which is given the open file and returns the crc32c of what it read."""
+@contextmanager
+def _opened(path: Path, entry: ArrayEntry) -> Iterator[int]:
+    """The open file of a chunk, of the right length. Raises like `read_chunk` for what cannot be read, inside too."""
     try:
         with open_regular(path) as (descriptor, status):
             _check_size(path, entry, status.st_size)
-            checksum = fill(descriptor)
-            with may_block(path):
-                trailer = int.from_bytes(os.read(descriptor, CHECKSUM_BYTES), "little")
+            yield descriptor
     except OSError as error:
         raise _unreadable(path, entry, error) from error
-    _check_checksum(path, entry, checksum, trailer, entry.checksum(indices))
 
 
 def _check_checksum(path: Path, entry: ArrayEntry, found: int, trailer: int, expected: int) -> None:
@@ -275,18 +258,13 @@ def _check_checksum(path: Path, entry: ArrayEntry, found: int, trailer: int, exp
 
 
 def _trailer(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> int:
-    """The checksum at the end of a chunk's file. Raises like `read_chunk_into` for a file that cannot hold one."""
+    """The checksum at the end of a chunk's file. Raises like `read_chunk` for a file that cannot hold one."""
     path = chunk_path(folder, entry, indices)
-    try:
-        with open_regular(path) as (descriptor, status):
-            _check_size(path, entry, status.st_size)
-            with may_block(path):
-                return int.from_bytes(os.pread(descriptor, CHECKSUM_BYTES, entry.chunk_bytes), "little")
-    except OSError as error:
-        raise _unreadable(path, entry, error) from error
+    with _opened(path, entry) as descriptor, may_block(path):
+        return int.from_bytes(os.pread(descriptor, CHECKSUM_BYTES, entry.chunk_bytes), "little")
 
 
-def _fill(path: Path, descriptor: int, raw: NDArray[np.uint8], checksum: int = 0) -> int:
+def _fill(path: Path, descriptor: int, raw: NDArray[np.uint8], checksum: int) -> int:
     """Fills the buffer from the file's position; returns `checksum` continued by what was read."""
     done = 0
     while done < raw.size:
@@ -438,10 +416,7 @@ class ContextFiles:
 
     def _read(self, entry: ArrayEntry, indices: tuple[int, ...], out: NDArray[np.uint8] | Pieces) -> None:
         try:
-            if isinstance(out, np.ndarray):
-                read_chunk_into(self._folder, entry, indices, out)
-            else:
-                read_chunk_pieces(self._folder, entry, indices, out)
+            read_chunk(self._folder, entry, indices, out)
         except MissingChunkError:
             self._check_present()
             raise

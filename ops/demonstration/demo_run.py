@@ -23,7 +23,7 @@ from demo_processes import DemoError, run_command, running_server, temporary_fol
 from rich.console import Console
 
 from decode_engine.evaluation.machine import describe_machine
-from decode_engine.evaluation.tasks import read_text
+from decode_engine.evaluation.tasks.documents import read_text
 from index_store.errors import SparseKVError
 
 DEFAULT_TOKENS = 32_768

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from decode_engine.evaluation.tasks import ANSWER_END, ATTRIBUTES, PROMPT, STATEMENTS
+from decode_engine.evaluation.tasks.family import ANSWER_END, ATTRIBUTES, PROMPT, STATEMENTS
 
 Tokens = NDArray[np.int64]
 Weights = NDArray[np.float32]

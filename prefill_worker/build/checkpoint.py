@@ -245,7 +245,6 @@ class Checkpoint:
 
     @property
     def begun(self) -> bool:
-        """Whether something was kept."""
         return (self._folder / _LIST).exists()
 
     def restore(self, capture: Capture) -> int:

@@ -121,7 +121,6 @@ def check_build(
 
 
 def _named_spec(text: str) -> IndexSpec:
-    """The index that one --index flag asks for."""
     name, separator, listed = text.partition(":")
     spec = INDEX_SPECS.get(name)
     if name in RETIRED_INDEXES:

@@ -57,7 +57,6 @@ class JobSizes:
 
     @property
     def layer_bytes(self) -> int:
-        """Keys and values of one layer."""
         return self.tokens * self.row_bytes(self.kv_dtype)
 
     @property
@@ -122,7 +121,6 @@ class KvPlacement:
         )
 
     def used(self, peak: int | None) -> UsedMemory:
-        """For the report."""
         return UsedMemory("device" if self.block_tokens is None else "host", self.limit, peak)
 
 
@@ -145,14 +143,12 @@ class DeviceMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int | None:
-        """Bytes."""
         if self._device is None:
             return None
         return max(self._most, torch.cuda.max_memory_allocated(self._device) - self._weights)
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Memory of a model's parameters and buffers."""
     return sum(part.nbytes for part in (*model.parameters(), *model.buffers()))
 
 

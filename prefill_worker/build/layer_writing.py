@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -92,7 +91,6 @@ class StoredRows:
         return PLAIN if cap is None else LogitForm(float(cap))
 
     def release(self, layer: int) -> None:
-        """Frees what a second reading keeps of the layer."""
         if self._read_again is not None:
             self._read_again.release(layer)
 
@@ -172,7 +170,6 @@ class IndexWriting:
 
     @property
     def name(self) -> str:
-        """Of the index in the store."""
         return self._spec.name
 
     def build(
@@ -217,7 +214,6 @@ class IndexWriting:
         return wanted
 
     def kept_arrays(self) -> tuple[KeptArray, ...]:
-        """What `expect` takes."""
         return tuple(KeptArray(name, entry.shape[1:], entry.dtype) for name, entry in self._arrays.items())
 
     def count(self, layer: int, keys_B: Tensor, searched: int) -> None:
@@ -225,14 +221,12 @@ class IndexWriting:
         self._calibrator(layer).add_counts(keys_B, searched)
 
     def counts(self, layer: int) -> tuple[Tensor, int]:
-        """What `count` takes."""
         return self._calibrator(layer).counts
 
     def _calibrator(self, layer: int) -> ThresholdCalibrator:
         return self._calibrators.setdefault(layer, ThresholdCalibrator())
 
     def entry(self) -> IndexEntry:
-        """The finished index as the manifest describes it."""
         calibrator = ThresholdCalibrator()
         for layer in sorted(self._calibrators):
             calibrator.add_counts(*self._calibrators[layer].counts)
@@ -247,7 +241,6 @@ class IndexWriting:
 
 
 def create(writer: ContextWriter, entry: ArrayEntry) -> ArrayEntry:
-    """Creates the array that an entry describes."""
     return writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
 
 
@@ -369,9 +362,7 @@ class LayerWriting:
         self._stages.enter_context(self._building)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._stopped = True
         self._stages.close()
 

@@ -121,9 +121,7 @@ def corpus(
 @_interruptible()
 @configured(AddIndexConfig)
 def add_index(
-    config: AddIndexConfig,
-    quiet: QuietOption = False,
-    output: FormatOption = OutputFormat.TEXT,
+    config: AddIndexConfig, quiet: QuietOption = False, output: FormatOption = OutputFormat.TEXT
 ) -> None:
     """Add indexes to a stored context from what it stores.
 
@@ -139,9 +137,7 @@ def add_index(
 @_interruptible()
 @configured(DetachConfig)
 def detach(
-    config: DetachConfig,
-    quiet: QuietOption = False,
-    output: FormatOption = OutputFormat.TEXT,
+    config: DetachConfig, quiet: QuietOption = False, output: FormatOption = OutputFormat.TEXT
 ) -> None:
     """Make a context that continues another one stand alone.
 

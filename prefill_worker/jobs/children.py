@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from index_store.cli.console import Reporter, Update
+from index_store.cli.console import Reporter
 from index_store.cli.options import parse_ttl, seconds_of
 from index_store.errors import (
     ContextCorruptError,
@@ -143,17 +143,19 @@ def _read(
             TakenBeginning(store, unsampled, first).fill(capture)
         with clock("prefill"), reporter.phase("prefill", "tokens") as update:
             run_context(
-                loaded.model, capture, job.token_ids, chunk, _own_progress(update, first), first, collect
+                loaded.model,
+                capture,
+                job.token_ids,
+                chunk,
+                lambda done, of: update(done - first, of - first),
+                first,
+                collect,
             )
         last = first + (total - first - 1) // chunk * chunk
         collect(last, total - last)
         state = capture.packed_state(capture.kv_dtype)
     rows = [torch.cat(layer, dim=1) for layer in parts]
     return OwnRows(token_ids, rows, state)
-
-
-def _own_progress(update: Update, before: int) -> Update:
-    return lambda done, total: update(done - before, total - before)
 
 
 _QUERIES_PER_CENTROID = 8

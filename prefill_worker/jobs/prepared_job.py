@@ -16,7 +16,6 @@ import torch
 
 from index_store.cli.documents import STANDARD_INPUT, document_name, read_document, read_messages, read_text
 from index_store.errors import InvalidArgumentError, StoreFullError
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.jobs.job_record import ReadingOptions
 from index_store.methods.method import IndexSpec
 from index_store.models.attention_reading import feed_forward_width
@@ -169,9 +168,7 @@ class PreparedJob:
 
     def sizes(self, model: Any, specs: Sequence[IndexSpec]) -> JobSizes:
         """What decides how much memory the job needs with this model to build these indexes."""
-        index_row = sum(
-            INDEX_KINDS[spec.kind].bytes_per_token(spec.parameters, self.identity.head_dim) for spec in specs
-        )
+        index_row = sum(spec.built.bytes_per_token(self.identity.head_dim) for spec in specs)
         tokens, muse, weight = len(self.token_ids), self.config.muse, next(model.parameters())
         compute = weight.dtype
         return JobSizes(

@@ -29,19 +29,23 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The stages, as `prefill_worker.muse.kernels.reference` and `clusters` define them."""
+    """The stages: eagerly, as `prefill_worker.muse.kernels.reference` and `clusters` define them, unless told."""
 
-    find_clusters: Callable[[Tensor, int, float, int, int], BoundedClusters]
-    summarise_keys: Callable[[Tensor, Tensor, Tensor, BoundedClusters, float, int], Summaries]
-    covary_members: Callable[[Tensor, Tensor, BoundedClusters], KeyValueMoments]
-    mix_dipoles: Callable[[Tensor, Tensor, int, int], Tensor]
+    find_clusters: Callable[[Tensor, int, float, int, int], BoundedClusters] = find_clusters_reference
+    summarise_keys: Callable[[Tensor, Tensor, Tensor, BoundedClusters, float, int], Summaries] = (
+        summarise_keys_reference
+    )
+    covary_members: Callable[[Tensor, Tensor, BoundedClusters], KeyValueMoments] = covary_members_reference
+    mix_dipoles: Callable[[Tensor, Tensor, int, int], Tensor] = mix_dipoles_reference
     attend_summaries: Callable[
         [Tensor, BoundedClusters, Summaries, Tensor | None, float, Tensor, Tensor, bool], None
-    ]
+    ] = attend_summaries_into_reference
     attend_summaries_backward: Callable[
         [Tensor, BoundedClusters, Summaries, Tensor | None, float, Tensor, Tensor, Tensor], QueryGrads
-    ]
-    mix_dipoles_backward: Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
+    ] = attend_summaries_backward_reference
+    mix_dipoles_backward: Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]] = (
+        mix_dipoles_backward_reference
+    )
     summarise_keys_backward: Callable[
         [
             Tensor,
@@ -56,21 +60,11 @@ class Backend:
             Tensor | None,
         ],
         tuple[Tensor, Tensor, Tensor],
-    ]
-    finish_queries: Callable[[Tensor, BoundedClusters, Tensor, Tensor], None]
+    ] = summarise_keys_backward_reference
+    finish_queries: Callable[[Tensor, BoundedClusters, Tensor, Tensor], None] = finish_queries_reference
 
 
-EAGER = Backend(
-    find_clusters_reference,
-    summarise_keys_reference,
-    covary_members_reference,
-    mix_dipoles_reference,
-    attend_summaries_into_reference,
-    attend_summaries_backward_reference,
-    mix_dipoles_backward_reference,
-    summarise_keys_backward_reference,
-    finish_queries_reference,
-)
+EAGER = Backend()
 
 
 def kernels() -> Backend:

@@ -26,23 +26,12 @@ from transformers import AttentionInterface
 from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
 from index_store.attention.fused import attend_recent, narrow, widen
 from index_store.attention.selected_keys import attend_selected
-from index_store.models.state_cache import (
-    IndexCache,
-    StateCache,
-    TextStates,
-    passed,
-    without_index_head,
-)
+from index_store.models.state_cache import IndexCache, StateCache, TextStates, passed, without_index_head
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import dtype_name, stored_dtype
 from index_store.store.stored_context import QuerySample
 from prefill_worker.muse.ranges import RangeAttention
-from prefill_worker.reading.kept_layers import (
-    DeviceLayers,
-    HostLayers,
-    WindowRows,
-    attend_causally,
-)
+from prefill_worker.reading.kept_layers import DeviceLayers, HostLayers, WindowRows, attend_causally
 from prefill_worker.reading.query_sample import SampledPositions
 
 ATTENTION = "sparsekv_capture"

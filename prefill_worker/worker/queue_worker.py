@@ -34,9 +34,10 @@ from index_store.errors import (
     StoreUnavailableError,
 )
 from index_store.family.parents import outgrown
-from index_store.jobs.job_queue import Claim, JobQueue
+from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import (
     MOST_PRIORITY,
+    Claim,
     JobFailure,
     JobOrder,
     JobPhase,
@@ -191,7 +192,7 @@ class JobProgressWriter:
         self._claim.write(replace(record, progress=progress))
 
     def _stop_if_unwanted(self) -> None:
-        if self._claim.unwanted():
+        if self._claim.unwanted:
             raise JobCancelled
 
 
@@ -309,10 +310,10 @@ class QueueWorker:
         Whatever becomes of the job is written into its record. An interrupt leaves it to the next worker, and so do
         StoreFullError and StoreUnavailableError, which are raised, as long as it has attempts left.
         """
-        with self._queue.claim(self._accepts) as claim:
+        with self._queue.claim(lambda record: record.order.model == self._identity.fingerprint) as claim:
             if claim is None:
                 return False
-            if claim.unwanted():
+            if claim.unwanted:
                 claim.end(self._queue.cancelled(claim.record))
                 return True
             record = claim.record
@@ -327,9 +328,6 @@ class QueueWorker:
             claim.write(replace(record, attempts=attempts, progress=JobProgress()))
             self._work(claim)
             return True
-
-    def _accepts(self, record: JobRecord) -> bool:
-        return record.order.model == self._identity.fingerprint
 
     def _work(self, claim: Claim) -> None:
         order = claim.record.order
@@ -372,7 +370,7 @@ class QueueWorker:
         order, clock = claim.record.order, Clock()
         if order.whole:
             present, device = self._store.manifest(order.context), pick_device(self._config.device)
-            reporter = JobProgressWriter(claim, claim.folder / "context", span)
+            reporter = JobProgressWriter(claim, claim.path / "context", span)
             reporter.note("the context has outgrown what it continues, and is made to stand alone")
             return make_whole(self._store, present, device, clock, reporter)
         kind = (self._identity, order.dtype, order.tokens, () if order.parent else order.methods)
@@ -390,12 +388,12 @@ class QueueWorker:
                 "context again",
                 operation=claim.record.id,
             )
-        writing = claim.folder / "context"
+        writing = claim.path / "context"
         if child is not None:
             means = Means(self._model.load, stays=True, store=self._store)
             return carry_out_child(child, JobProgressWriter(claim, writing, span), clock, means)
         reporter = JobProgressWriter(claim, writing, span)
-        checkpoint = Checkpoint(claim.folder / "reading", order.context, reporter.note)
+        checkpoint = Checkpoint(claim.path / "reading", order.context, reporter.note)
         means = Means(self._model.load, stays=True, checkpoint=checkpoint, writing=writing, store=self._store)
         return carry_out(job, reporter, clock, means)
 
@@ -419,7 +417,7 @@ class QueueWorker:
             objects=worker.objects,
         )
         kept = claim.conversation()
-        conversation = None if kept is None else StoredConversation.from_bytes(kept, str(claim.folder))
+        conversation = None if kept is None else StoredConversation.from_bytes(kept, str(claim.path))
         tokens = [*self._parent_tokens(order), *claim.tokens().tolist()]
         job = job_over_tokens(config, self._folder, tokens, order.title, conversation)
         return replace(job, labels=order.labels, owner=order.owner)

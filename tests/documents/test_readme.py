@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from decode_engine.settings.config import ServeConfig
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.presets import METHODS, get_method
 from index_store.store.catalog import Store
+from tests.installed.test_commands import all_commands
+from tests.support.forking import ran
 from tests.support.serving.service import loaded
 from tests.test_layers import FLOORS
 
@@ -54,7 +57,7 @@ def examples(document: str = "README.md") -> list[Example]:
 def tracked_files() -> list[Path]:
     """Files of the project, by git where there is a repository."""
     command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    listed = ran(command)
     if listed.returncode == 0:
         return [Path(line) for line in listed.stdout.splitlines() if (ROOT / line).exists()]
     visible = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
@@ -116,38 +119,9 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
     text = document.read_text()
     paths = set(re.findall(r"\bops/[\w/.-]*\w", text)) | set(re.findall(r"`(\w+/[\w/]+\.\w+)`", text))
     assert sorted(path for path in paths if not (ROOT / path).exists()) == []
-    known = {
-        "prefill-worker": {"run", "corpus", "add-index", "detach", "serve"},
-        "decode-engine": {
-            "contexts",
-            "operations",
-            "serve",
-            "ask",
-            "chat",
-            "status",
-            "tenants",
-            "drain",
-            "methods",
-            "evaluate",
-            "fetch-model",
-            "make-document",
-            "token",
-            "tune",
-        },
-        "index-store": {
-            "ls",
-            "show",
-            "name",
-            "update",
-            "verify",
-            "rm",
-            "gc",
-            "export",
-            "import",
-            "sync",
-            "fetch",
-        },
-    }
+    known = {"index-store": {"name"}}  # of which the log tells
+    for command, *words in all_commands():
+        known.setdefault(command, set()).update(words[:1])
     for command, subcommands in known.items():
         shown = set(re.findall(rf"^(?:\S*/)?{command} ([a-z-]+)", text, re.MULTILINE))
         shown |= set(re.findall(rf"`{command} ([a-z-]+)", text))
@@ -185,7 +159,7 @@ def test_expressions_in_the_documents_mean_something(document: Path) -> None:
 
 def test_the_page_of_the_api_is_what_the_code_says() -> None:
     command = [sys.executable, str(ROOT / "ops/pages/api_page.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = ran(command)
     assert done.returncode == 0, done.stderr
 
 
@@ -250,9 +224,7 @@ def run_blocks(blocks: list[Example], tmp_path: Path) -> None:
 
 def check(example: Example, folder: Path, environment: dict[str, str]) -> None:
     shell = [sys.executable, "-c"] if example.how == "python" else ["bash", "-euo", "pipefail", "-c"]
-    done = subprocess.run(
-        [*shell, example.code], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    done = ran([*shell, example.code], cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     assert example.prints is None or example.prints in done.stdout
 
@@ -276,7 +248,7 @@ class Desk:
     def run(self, example: str, *arguments: str) -> str:
         """What an example prints."""
         command = [sys.executable, str(EXAMPLES / example), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = ran(command)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -298,7 +270,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
 
 @pytest.mark.nightly
 def test_the_examples_run(desk: Desk) -> None:
-    """Those of gRPC; the others do in test_start."""
+    """Those of gRPC; the start needs more."""
     page = (EXAMPLES.parent / "start.md").read_text()
     shown = {path.name for path in EXAMPLES.glob("*.py") if f"docs/examples/{path.name}" in page}
     assert {path.name for path in EXAMPLES.glob("*.py")} - shown == {
@@ -313,3 +285,20 @@ def test_the_examples_run(desk: Desk) -> None:
     told = desk.run("many_questions.py", desk.server, "1", str(desk.folder / "1.jsonl"))
     assert told.endswith("of 2 answers are as expected\n")
     assert not told.startswith("0")
+
+
+@pytest.mark.nightly
+def test_the_start_runs(tmp_path: Path) -> None:
+    """LangChain's client among it where it is installed, as with the extra `dev`."""
+    blocks = examples("docs/start.md")
+    assert [block.how for block in blocks] == ["serve", *["run"] * 3, "langchain", *["run"] * 5]
+    installed = find_spec("langchain_openai") is not None
+    run_blocks([block for block in blocks if block.how != "langchain" or installed], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_operations_run(tmp_path: Path) -> None:
+    """A configuration, tokens, a drain, and a backup that is brought back."""
+    blocks = examples("docs/operations.md")
+    assert [block.how for block in blocks] == ["run", "serve", "run", "run", "run"]
+    run_blocks(blocks, tmp_path)

@@ -42,7 +42,7 @@ from sparsekv.v1 import context_pb2, generation_pb2
 from tests.fuzz.inputs import as_json, changed, with_odd_values
 from tests.index_store.models.gguf_files import write_gguf
 from tests.index_store.objects.sites import memory_bucket
-from tests.sealed_records.records import KINDS
+from tests.sealed_records.records import KINDS, use
 from tests.support.models import write_model_folder
 from tests.support.store import synthetic_context
 
@@ -110,6 +110,7 @@ def _sealed(name: str) -> Case:
     def read(given: bytes) -> None:
         found = sealed.parse(given, WHERE)
         sealed.parse(sealed.render(found), WHERE)
+        use(found)
 
     return Case(make, read, 9_000, says_where=True)
 

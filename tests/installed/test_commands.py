@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -26,6 +30,7 @@ from index_store.cli.options import (
     flag_of,
     options_of,
 )
+from tests.support.forking import ran
 
 PACKAGES = {
     "index-store": "index_store",
@@ -217,7 +222,8 @@ def test_what_is_no_address_is_refused(
         refuse(option, value)
 
 
-def _helps() -> Iterator[tuple[str, ...]]:
+def all_commands() -> Iterator[tuple[str, ...]]:
+    """Words of commands and groups of them, such as `decode-engine contexts ls`."""
     for name, package in PACKAGES.items():
         app = _app(package)
         groups = [name, *(f"{name} {group.name}" for group in app.registered_groups)]
@@ -225,7 +231,7 @@ def _helps() -> Iterator[tuple[str, ...]]:
             yield tuple(command.split())
 
 
-@pytest.mark.parametrize("command", tuple(_helps()), ids=" ".join)
+@pytest.mark.parametrize("command", tuple(all_commands()), ids=" ".join)
 def test_help_is_text_that_wraps(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,14 +269,7 @@ QUICK = {
         *(
             f"{word} --help"
             for word in (
-                "serve",
-                "ask",
-                "chat",
-                "evaluate",
-                "fetch-model",
-                "make-document",
-                "tune",
-                "contexts",
+                *("serve", "ask", "chat", "evaluate", "fetch-model", "make-document", "tune", "contexts"),
                 "operations",
             )
         ),
@@ -365,3 +364,107 @@ def test_an_output_that_cannot_be_written(module: str, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("error: standard output")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = {
+    "index-store": "index_store.__main__:main",
+    "prefill-worker": "prefill_worker.__main__:main",
+    "decode-engine": "decode_engine.__main__:main",
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built wheel; building happens in a copy, because setuptools leaves files behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("index_store", "prefill_worker", "decode_engine", "protos"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+    ]
+    built = ran([*command, str(source)])
+    assert built.returncode == 0, built.stderr
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path) -> Path:
+    target = wheel.parent / "unpacked"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    return target
+
+
+def run(unpacked: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs python in an empty folder with the unpacked wheel as the only addition to its path."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    elsewhere = unpacked.parent / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    return ran([sys.executable, *arguments], cwd=elsewhere, env=environment | {"PYTHONPATH": str(unpacked)})
+
+
+@pytest.mark.nightly
+def test_every_module_and_data_file_is_in_the_wheel(unpacked: Path) -> None:
+    for package, base in (("index_store", ROOT), ("prefill_worker", ROOT), ("decode_engine", ROOT)):
+        expected = {path.relative_to(base) for path in (base / package).rglob("*.py")}
+        assert {path for path in expected if not (unpacked / path).is_file()} == set()
+    stubs = {path.name for path in (ROOT / "protos" / "sparsekv" / "v1").iterdir() if path.is_file()}
+    assert {path.name for path in (unpacked / "sparsekv" / "v1").iterdir()} == stubs
+    for folder in ("index_store/models/reader", "decode_engine/evaluation/data"):
+        assert {path.name for path in (unpacked / folder).iterdir()} == {
+            path.name for path in (ROOT / folder).iterdir() if path.is_file()
+        }
+
+
+@pytest.mark.nightly
+def test_metadata(unpacked: Path) -> None:
+    (info,) = unpacked.glob("sparsekv-*.dist-info")
+    entry_points = (info / "entry_points.txt").read_text()
+    for command, target in SCRIPTS.items():
+        assert f"{command} = {target}" in entry_points
+    assert "Apache License" in (info / "licenses" / "LICENSE").read_text()
+    assert "License-Expression: Apache-2.0" in (info / "METADATA").read_text()
+
+
+@pytest.mark.nightly
+def test_imports_come_from_the_wheel(unpacked: Path) -> None:
+    names = (
+        "index_store, prefill_worker, decode_engine, sparsekv.v1.generation_pb2, sparsekv.v1.context_pb2_grpc"
+    )
+    code = f"import {names}, sys; print([sys.modules[n.strip()].__file__ for n in {names!r}.split(',')])"
+    done = run(unpacked, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(str(unpacked)) == len(names.split(","))
+
+
+@pytest.mark.nightly
+def test_the_packaged_reader_prefills_and_the_store_lists_it(unpacked: Path, tmp_path: Path) -> None:
+    document, questions, store = tmp_path / "document.txt", tmp_path / "questions.jsonl", tmp_path / "store"
+    made = run(
+        *(unpacked, "-m", "decode_engine", "make-document", "--tokens", "600", "--facts", "2"),
+        *("--out", str(document), "--questions", str(questions)),
+    )
+    assert made.returncode == 0, made.stderr
+    prefilled = run(
+        *(unpacked, "-m", "prefill_worker", "run", "--model", "reader", "--format", "json"),
+        *("--input", str(document), "--store", str(store)),
+    )
+    assert prefilled.returncode == 0, prefilled.stderr
+    report = json.loads(prefilled.stdout)
+    assert report["tokens"] == 600
+    listed = run(unpacked, "-m", "index_store", "ls", "--store", str(store), "--format", "json")
+    assert listed.returncode == 0, listed.stderr
+    assert report["id"] in listed.stdout

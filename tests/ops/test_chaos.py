@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 from tests.ops.scripts import load_script
+from tests.support.forking import ran
 from tests.support.waiting import wait_until
 
 FOLDER = Path(__file__).resolve().parents[2] / "ops" / "abuse"
@@ -139,6 +140,6 @@ def test_a_cable_passes_on_and_is_pulled() -> None:
 @pytest.mark.nightly
 def test_some_faults_break_nothing() -> None:
     chaos = [sys.executable, str(FOLDER / "chaos_run.py"), "--faults", "40", "--minutes", "6", "--seed", "4"]
-    done = subprocess.run(chaos, capture_output=True, text=True, check=False)
+    done = ran(chaos)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["faults"] >= 10

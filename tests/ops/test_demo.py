@@ -16,6 +16,7 @@ import pytest
 from index_store.models.resolve import resolve_model
 from index_store.models.tokenizer import load_tokenizer
 from tests.ops.scripts import load_script
+from tests.support.forking import ran
 
 DEMONSTRATION = Path(__file__).resolve().parents[2] / "ops" / "demonstration"
 DEMO = [sys.executable, str(DEMONSTRATION / "demo_run.py")]
@@ -218,12 +219,9 @@ def test_a_short_text_is_used_as_it_is_long(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("It was a quiet morning in the village. " * 150)
     paths = os.pathsep.join([str(DEMONSTRATION), *sys.path])
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-c", MAKE_DOCUMENT, str(text), str(tmp_path)],
         env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "fewer than --tokens 4000: using them all" in done.stderr

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from google.protobuf.json_format import MessageToDict
 
+from decode_engine.rpc.describe import describe_context
 from decode_engine.rpc.door.access import TOKENS, Token, Tokens
 from index_store.jobs.job_record import JOBS, JobFailure, JobOrder, JobPhase, JobProgress, JobRecord, JobState
+from index_store.memory.context_loading import placed_bytes
 from index_store.methods.method import INDEX_SPECS
 from index_store.store.catalog import DEFAULTS, Store, TunedDefault
 from index_store.store.description.array_entry import (
@@ -43,14 +46,8 @@ CONTEXT = "5" * 64
 
 _INDEXES = {spec.name: (spec.kind, spec.parameters) for spec in INDEX_SPECS.values()} | RETIRED_INDEXES
 _WHEN_RECORDED = (
-    *(
-        "query_tables",
-        "paper_tables",
-        "key_clusters",
-        "windowed_clusters",
-        "cluster_tree",
-        "remainder_clusters",
-    ),
+    *("query_tables", "paper_tables", "key_clusters", "windowed_clusters", "cluster_tree"),
+    "remainder_clusters",
     *("dipole_clusters", "pages", "product_codes", "coarse_rows", "coarse_rows_3", "coarse_codes"),
 )
 """Those that there were when the manifest was recorded; one that is listed later changes nothing."""
@@ -205,6 +202,15 @@ KINDS: Mapping[str, tuple[Sealed[Any], object]] = {
     "checkpoint": (CHECKPOINTS, _CHECKPOINT),
 }
 """Each kind of file, and a record, by the name of the file in `recorded`."""
+
+
+def use(record: object) -> None:
+    """Does with one what listing, showing, placing and describing its context does."""
+    if isinstance(record, TunedDefault):
+        MessageToDict(describe_context(synthetic_context().manifest, record, expired=False, resident=False))
+    elif isinstance(record, Manifest):
+        MessageToDict(describe_context(record, expired=False, resident=False))
+        placed_bytes(record)
 
 
 LAYER = LayerRecord(

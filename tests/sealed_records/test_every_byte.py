@@ -21,7 +21,14 @@ from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import JobOrder, JobRecord
 from index_store.memory.arena import Arena
 from index_store.objects.bucket import Bucket, BucketFile
-from index_store.objects.context_file import HEAD_BYTES, nowhere, read_contents, receive
+from index_store.objects.context_file import (
+    HEAD_BYTES,
+    export_context,
+    import_context,
+    nowhere,
+    read_contents,
+    receive,
+)
 from index_store.objects.records import look, read_record
 from index_store.store.catalog import Store
 from index_store.store.files.durable import CHECKSUM_BYTES
@@ -116,10 +123,30 @@ def object_at_rest(folder: Path) -> Kept:
     return Kept(files, lambda: raised(fetch), fetch, ContextCorruptError, lambda path: path.name)
 
 
+def file_at_rest(folder: Path) -> Kept:
+    """Of which nothing is in the store that refuses it."""
+    store, other = (Store(folder / name, create=True) for name in ("store", "other"))
+    context, path = synthetic_context(tokens=9), folder / "one.context"
+    context.write(store)
+    export_context(store, context.manifest, path)
+
+    def bring() -> None:
+        import_context(other, path)
+        other.delete(context.id)
+
+    def look_after() -> list[SparseKVError]:
+        errors = raised(bring)
+        assert list((other.path / "contexts").iterdir()) == []
+        return errors
+
+    return Kept([path], look_after, bring, ContextCorruptError)
+
+
 KINDS: dict[str, Callable[[Path], Kept]] = {
     "context": context_at_rest,
     "job": job_at_rest,
     "object": object_at_rest,
+    "file": file_at_rest,
 }
 
 

@@ -1,19 +1,27 @@
 """Processes that start in milliseconds: forked from one, for all tests of a process, that has imported what they need.
 
-They run a function of a module.
+They run a function of a module. A process of its own is for what is about the process.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
 
 FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(
     ["pytest", "hypothesis", "prefill_worker.worker.queue_worker", "transformers.models.llama.modeling_llama"]
 )
+
+
+def ran(command: Sequence[str | Path], **more: Any) -> subprocess.CompletedProcess[str]:
+    """A command that has run to its end, whatever its exit code, and what it said."""
+    return subprocess.run(command, capture_output=True, text=True, check=False, **more)
 
 
 def start(target: Callable[..., None], *arguments: object) -> ForkServerProcess:

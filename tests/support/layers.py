@@ -73,7 +73,8 @@ def build_search(method: Method, kv_HN2D: Tensor, group: int) -> LayerSearch:
 def moved(search: LayerSearch, method: Method, rows_HN2D: Tensor, device: torch.device | str) -> LayerSearch:
     """The same search from arrays in device memory, and over those rows, wherever they are."""
 
-    def there(spec: IndexSpec, index: LayerIndex) -> LayerIndex:
+    def there(spec: IndexSpec | None, index: LayerIndex) -> LayerIndex:
+        assert spec is not None
         parameters = small_spec(spec).parameters if spec.stored else spec.parameters
         arrays = {name: copy_padded(array, device) for name, array in index.arrays().items()}
         return INDEX_CLASSES[spec.kind].from_arrays(parameters, arrays, rows_HN2D)

@@ -54,15 +54,14 @@ _LEARNT: Mapping[str, object] = {
     "mlp_layer_types": ["dense", "dense", "dense"],
 }
 """What an index of a model's own has beside latents. It has 64 heads: of few all might say nothing of many keys."""
-_STATES: Mapping[str, object] = {
+_LINEAR: Mapping[str, object] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
+    "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
-    "mlp_only_layers": [0, 1, 2],
 }
-
+_STATES: Mapping[str, object] = {**_LINEAR, "linear_key_head_dim": 8, "mlp_only_layers": [0, 1, 2]}
 _JAMBA: Mapping[str, object] = {
     "attn_layer_period": 3,
     "attn_layer_offset": 1,
@@ -93,13 +92,6 @@ LAYER_KINDS: Mapping[str, tuple[str, Mapping[str, object]]] = MappingProxyType(
 )
 """Families and settings for `write_model_folder` with three layers, by what is special about their attention."""
 
-_LINEAR: Mapping[str, object] = {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 8,
-}
 _ALL_EXPERTS: Mapping[str, object] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 STATEFUL: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {

@@ -337,6 +337,27 @@ def continuation(
     return Continuation(base, before, OwnRows(ids, rows), attention, name, expires_at)
 
 
+def bits(tensor: Tensor) -> bytes:
+    """The tensor's elements as raw bytes: equality of these is bit-exact, NaN included."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def flip(path: Path, position: int = 5, bit: int = 0) -> None:
+    """Changes one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def raising(error: BaseException | type[BaseException]) -> Callable[..., Any]:
+    """Stands in for what fails so."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
 def open_files(folder: Path) -> list[str]:
     """Files below a folder that this process has open; those of servers that run in it are no concern of a test's."""
     found = []

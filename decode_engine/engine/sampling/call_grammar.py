@@ -89,7 +89,6 @@ class _Words:
 
 
 def _schema(number: int, tool: Tool, forced: bool) -> dict[str, Any]:
-    """What a tool's arguments have to be."""
     field = f"tools[{number}].parameters"
     schema: dict[str, Any] = dict(_ANY_OBJECT)
     if not tool.parameters:

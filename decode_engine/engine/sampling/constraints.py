@@ -246,7 +246,6 @@ _SENTENCES = {
 
 
 def _escaped(text: str) -> str:
-    """A regular expression for exactly this text."""
     return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):X}}}" for letter in text)
 
 
@@ -281,12 +280,10 @@ class Vocabulary:
 
     @property
     def made(self) -> LLTokenizer:
-        """The vocabulary as llguidance has it."""
         with self._lock:
             return self._made
 
     def close(self) -> None:
-        """Ends its process."""
         self._trial.close()
 
     @cached_property
@@ -315,7 +312,6 @@ class Vocabulary:
 
 
 def unfit(constraint: Constraint, error: UnfitConstraintError) -> InvalidArgumentError:
-    """What clients are told of a constraint that cannot be obeyed."""
     calls = constraint.kind == "calls"
     return InvalidArgumentError(
         f"{constraint.kind} cannot be obeyed: {error}; expected {'schemas' if calls else 'one'} that this "
@@ -354,7 +350,6 @@ class Trial:
         self._process: subprocess.Popen[bytes] | None = None
 
     def close(self) -> None:
-        """Ends the process."""
         with self._lock:
             self._end()
 
@@ -434,7 +429,6 @@ def _try(vocabulary: LLTokenizer, constraint: Constraint) -> str:
 
 
 def main() -> None:
-    """The process."""
     source = json.loads(sys.stdin.readline())
     vocabulary = VocabularySource(**source).make()
     used = int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024

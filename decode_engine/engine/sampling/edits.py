@@ -168,7 +168,6 @@ class RuledLogits:
         self._bias_V: Tensor | None = None
 
     def take(self, token: int) -> None:
-        """The answer goes on with this token."""
         self._said.append(token)
 
     def edits(self, device: torch.device, vocabulary: int, ahead: int) -> Edits:

@@ -36,7 +36,6 @@ class Grammars:
         self._threads = ThreadPoolExecutor(_THREADS, "grammar")
 
     def close(self) -> None:
-        """Ends its threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def compile(self, constraint: Constraint) -> Grammar:
@@ -66,7 +65,6 @@ class Grammar:
         self._threads = threads
 
     def start(self) -> ObeyedGrammar:
-        """At the beginning of an answer."""
         return ObeyedGrammar(self._matcher.deep_copy(), self._threads)
 
 

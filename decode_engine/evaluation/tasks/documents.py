@@ -363,5 +363,4 @@ def chat_question(question: Question, asked: str) -> Question:
 
 
 def write_questions(path: Path, questions: Sequence[Question]) -> None:
-    """Writes one JSON object per line."""
     path.write_text("".join(json.dumps(asdict(question)) + "\n" for question in questions))

@@ -53,17 +53,14 @@ class Fact:
     value: str
 
     def statement(self, template: str) -> str:
-        """The sentence that is put into the text."""
         return template.format(attribute=self.attribute, name=self.name, value=self.value)
 
     @property
     def question(self) -> str:
-        """What asks for the value."""
         return FACT_QUESTION.format(attribute=self.attribute, name=self.name)
 
     @property
     def opening(self) -> str:
-        """What an answer begins with."""
         return FACT_OPENING.format(attribute=self.attribute, name=self.name)
 
 
@@ -78,7 +75,6 @@ def random_phrase(rng: np.random.Generator, words: Sequence[str], least: int = 1
 
 
 def random_attribute(rng: np.random.Generator) -> str:
-    """One of ATTRIBUTES."""
     return ATTRIBUTES[int(rng.integers(len(ATTRIBUTES)))]
 
 

@@ -367,7 +367,6 @@ class Asked:
 
     @property
     def answers(self) -> int:
-        """To all prompts."""
         return self.order.answers * (1 + len(self.others))
 
     def name_parts(self, error: SparseKVError) -> None:

@@ -161,7 +161,6 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def called(call: dict[str, Any]) -> dict[str, Any]:
-    """A call, flat."""
     inner = call.get("function") or call.get("custom") or call
     arguments = inner.get("arguments", inner.get("input", ""))
     return {"id": call.get("id", ""), "name": inner.get("name", ""), "arguments": arguments}

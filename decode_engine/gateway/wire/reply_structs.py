@@ -20,7 +20,6 @@ class JsonReply(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The body."""
         return ENCODER.encode(content)
 
 

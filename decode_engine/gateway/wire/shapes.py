@@ -11,45 +11,10 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, structs
 
+from decode_engine.gateway.wire import reply_structs as replies
 from decode_engine.gateway.wire.bodies import Asked
 from decode_engine.gateway.wire.messages_shape import tool_objects
 from decode_engine.gateway.wire.parameters import pick
-from decode_engine.gateway.wire.reply_structs import (
-    Call,
-    CallDelta,
-    CalledFunction,
-    CallItem,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    ChatReply,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionDetails,
-    CompletionLogprobs,
-    CompletionReply,
-    ErrorReply,
-    Figures,
-    FinishReason,
-    Incomplete,
-    InputDetails,
-    ItemStatus,
-    MessageItem,
-    OutputDetails,
-    OutputText,
-    PromptDetails,
-    ResponseReply,
-    ResponseUsage,
-    TextDelta,
-    TokenChosen,
-    TokenTold,
-    Usage,
-    WholeFunction,
-    event,
-)
 from decode_engine.layers.figures import Figures as Counted
 from decode_engine.orders.events import Looks, TokenLogprob
 from decode_engine.rpc.answers.answering import Said, Summary
@@ -77,7 +42,6 @@ class Answered:
     looks: list[Looks] = field(default_factory=list)
 
     def add(self, said: Said) -> None:
-        """Takes in what is said next of it."""
         self.texts.append(said.text)
         self.logprobs += said.logprobs
         self.looks += said.looks
@@ -89,7 +53,6 @@ class Answered:
 
     @property
     def text(self) -> str:
-        """All of it."""
         return "".join(self.texts)
 
 
@@ -122,13 +85,13 @@ class Shape(ABC):
         """Events after the last text. summaries: of all answers."""
 
     @abstractmethod
-    def fail(self, error: ErrorReply) -> bytes:
+    def fail(self, error: replies.ErrorReply) -> bytes:
         """Events of an answer that breaks off."""
 
 
 class _Choices(Shape):
-    reply: type[ChatReply] | type[CompletionReply]
-    chunk: type[ChatChunk] | type[CompletionChunk]
+    reply: type[replies.ChatReply] | type[replies.CompletionReply]
+    chunk: type[replies.ChatChunk] | type[replies.CompletionChunk]
     kinds: tuple[str, str]
     """What whole replies and chunks call themselves."""
 
@@ -165,27 +128,27 @@ class _Choices(Shape):
             )
         if self.asked.include_usage:
             events.append(self._chunk([], usage(summaries, self.asked.order.answers), summaries[0]))
-        return b"".join([*events, event(DONE)])
+        return b"".join([*events, replies.event(DONE)])
 
-    def fail(self, error: ErrorReply) -> bytes:
-        return event(error) + event(DONE)
+    def fail(self, error: replies.ErrorReply) -> bytes:
+        return replies.event(error) + replies.event(DONE)
 
     @abstractmethod
-    def _whole(self, index: int, answer: Answered, finished: FinishReason) -> Any:
+    def _whole(self, index: int, answer: Answered, finished: replies.FinishReason) -> Any:
         """One choice of a whole reply."""
 
     @abstractmethod
-    def _choice(self, said: Said, finished: FinishReason | None) -> Any:
+    def _choice(self, said: Said, finished: replies.FinishReason | None) -> Any:
         """The one choice of a chunk."""
 
     def _chunk(
         self,
         choices: list[Any],
-        used: Usage | None = None,
+        used: replies.Usage | None = None,
         told: Summary | None = None,
         looks: Sequence[Looks] = (),
     ) -> bytes:
-        return event(
+        return replies.event(
             self.chunk(
                 self.id,
                 self.kinds[1],
@@ -203,72 +166,78 @@ class ChatShape(_Choices):
     """Chat completions."""
 
     prefix = "chatcmpl-"
-    reply, chunk = ChatReply, ChatChunk
+    reply, chunk = replies.ChatReply, replies.ChatChunk
     kinds = ("chat.completion", "chat.completion.chunk")
 
     def begin(self) -> bytes:
-        delta = ChatDelta(role="assistant", content="", refusal=None)
-        choices = (ChatChunkChoice(index, delta, None, None) for index in range(self.asked.order.answers))
+        delta = replies.ChatDelta(role="assistant", content="", refusal=None)
+        choices = (
+            replies.ChatChunkChoice(index, delta, None, None) for index in range(self.asked.order.answers)
+        )
         return b"".join(self._chunk([choice]) for choice in choices)
 
-    def _whole(self, index: int, answer: Answered, finished: FinishReason) -> ChatChoice:
-        message = ChatMessage("assistant", answer.text)
+    def _whole(self, index: int, answer: Answered, finished: replies.FinishReason) -> replies.ChatChoice:
+        message = replies.ChatMessage("assistant", answer.text)
         if answer.calls:
             calls = [*map(_whole_call, answer.calls)]
-            message = ChatMessage("assistant", answer.text or None, tool_calls=calls)
-        return ChatChoice(index, message, chat_logprobs(answer.logprobs, self.bytes_of), finished)
+            message = replies.ChatMessage("assistant", answer.text or None, tool_calls=calls)
+        return replies.ChatChoice(index, message, chat_logprobs(answer.logprobs, self.bytes_of), finished)
 
-    def _choice(self, said: Said, finished: FinishReason | None) -> ChatChunkChoice:
+    def _choice(self, said: Said, finished: replies.FinishReason | None) -> replies.ChatChunkChoice:
         calls = [_call_delta(part) for part in said.calls] if said.calls else UNSET
         text = said.text if said.text or not (said.calls or finished) else UNSET
-        delta = ChatDelta(tool_calls=calls, content=text)
-        return ChatChunkChoice(said.answer, delta, chat_logprobs(said.logprobs, self.bytes_of), finished)
+        delta = replies.ChatDelta(tool_calls=calls, content=text)
+        return replies.ChatChunkChoice(
+            said.answer, delta, chat_logprobs(said.logprobs, self.bytes_of), finished
+        )
 
 
 class CompletionShape(_Choices):
     """Completions."""
 
     prefix = "cmpl-"
-    reply, chunk = CompletionReply, CompletionChunk
+    reply, chunk = replies.CompletionReply, replies.CompletionChunk
     kinds = ("text_completion", "text_completion")
 
     def __init__(self, asked: Asked, bytes_of: BytesOf) -> None:
         super().__init__(asked, bytes_of)
         self._offsets: dict[int, int] = {}
 
-    def _whole(self, index: int, answer: Answered, finished: FinishReason) -> CompletionChoice:
+    def _whole(
+        self, index: int, answer: Answered, finished: replies.FinishReason
+    ) -> replies.CompletionChoice:
         return self._choice(Said(index, text=answer.text, logprobs=answer.logprobs), finished)
 
-    def _choice(self, said: Said, finished: FinishReason | None) -> CompletionChoice:
+    def _choice(self, said: Said, finished: replies.FinishReason | None) -> replies.CompletionChoice:
         before = self._offsets.get(said.answer, 0)
         told = completion_logprobs(said.logprobs, before, self.bytes_of)
         self._offsets[said.answer] = before + len(said.text)
-        return CompletionChoice(said.answer, said.text, told, finished)
+        return replies.CompletionChoice(said.answer, said.text, told, finished)
 
 
-def finish_reason(summary: Summary) -> FinishReason:
+def finish_reason(summary: Summary) -> replies.FinishReason:
     """Why an answer ended, in OpenAI's words."""
     return "stop" if summary.reason == "end_of_sequence" else summary.reason
 
 
-def usage(summaries: Sequence[Summary], each: int) -> Usage:
+def usage(summaries: Sequence[Summary], each: int) -> replies.Usage:
     """Tokens of all answers. each: to how many the prompt is the same."""
     prompts = [summary.usage for summary in summaries[::each]]
-    cached = sum(used.cached for used in prompts)
-    prompt = cached + sum(used.prompt for used in prompts)
-    generated = sum(summary.usage.completion for summary in summaries)
-    drafted, accepted = (
-        sum(summary.end.figures[name] for summary in summaries) for name in ("drafted", "accepted")
+    cached = sum(used.cached_tokens for used in prompts)
+    prompt = cached + sum(used.prompt_tokens for used in prompts)
+    generated = sum(summary.usage.completion_tokens for summary in summaries)
+    drafted = sum(summary.usage.drafted_tokens for summary in summaries)
+    accepted = sum(summary.usage.accepted_tokens for summary in summaries)
+    details = replies.CompletionDetails(accepted, drafted - accepted) if drafted else UNSET
+    written = sum(summary.usage.cache_write_tokens for summary in summaries) or UNSET
+    return replies.Usage(
+        prompt, generated, prompt + generated, replies.PromptDetails(cached, written), details
     )
-    details = CompletionDetails(accepted, drafted - accepted) if drafted else UNSET
-    written = sum(summary.usage.written for summary in summaries) or UNSET
-    return Usage(prompt, generated, prompt + generated, PromptDetails(cached, written), details)
 
 
-def figures_of(summary: Summary) -> Figures:
-    """How an answer was made."""
+def figures_of(summary: Summary) -> replies.Figures:
     begins, end = summary.begins, summary.end
-    return Figures(
+    return replies.Figures(
         method=begins.method,
         method_reason=begins.reason,
         budget=begins.budget,
@@ -292,15 +261,18 @@ def looks_of(looks: Sequence[Looks]) -> list[Look] | UnsetType:
     ]
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprob], bytes_of: BytesOf) -> ChatLogprobs | None:
+def chat_logprobs(tokens: Sequence[TokenLogprob], bytes_of: BytesOf) -> replies.ChatLogprobs | None:
     """Of chat completions; None where there are none."""
     if not tokens:
         return None
-    return ChatLogprobs(
+    return replies.ChatLogprobs(
         [
-            TokenChosen(
+            replies.TokenChosen(
                 *_told(bytes_of(token.token_id), token.logprob),
-                [TokenTold(*_told(bytes_of(other), logprob)) for other, logprob in token.alternatives],
+                [
+                    replies.TokenTold(*_told(bytes_of(other), logprob))
+                    for other, logprob in token.alternatives
+                ],
             )
             for token in tokens
         ]
@@ -309,7 +281,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], bytes_of: BytesOf) -> ChatLogp
 
 def completion_logprobs(
     tokens: Sequence[TokenLogprob], offset: int, bytes_of: BytesOf
-) -> CompletionLogprobs | None:
+) -> replies.CompletionLogprobs | None:
     """Of completions; None where there are none. offset: of the first token, in characters of the answer."""
     if not tokens:
         return None
@@ -317,7 +289,7 @@ def completion_logprobs(
     for token in tokens:
         offsets.append(offset + len(decoded.decode("utf-8", "replace")))
         decoded += bytes_of(token.token_id)
-    return CompletionLogprobs(
+    return replies.CompletionLogprobs(
         [_text(bytes_of(token.token_id)) for token in tokens],
         [_finite(token.logprob) for token in tokens],
         [
@@ -328,14 +300,16 @@ def completion_logprobs(
     )
 
 
-def _whole_call(call: ToolCall) -> Call:
-    return Call(call.id, "function", WholeFunction(call.name, call.arguments))
+def _whole_call(call: ToolCall) -> replies.Call:
+    return replies.Call(call.id, "function", replies.WholeFunction(call.name, call.arguments))
 
 
-def _call_delta(part: CallPart) -> CallDelta:
+def _call_delta(part: CallPart) -> replies.CallDelta:
     if not part.id:
-        return CallDelta(part.index, CalledFunction(part.arguments))
-    return CallDelta(part.index, CalledFunction(part.arguments, part.name), part.id, "function")
+        return replies.CallDelta(part.index, replies.CalledFunction(part.arguments))
+    return replies.CallDelta(
+        part.index, replies.CalledFunction(part.arguments, part.name), part.id, "function"
+    )
 
 
 def _told(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
@@ -358,11 +332,11 @@ class ResponseShape(Shape):
     def __init__(self, asked: Asked, bytes_of: BytesOf) -> None:
         super().__init__(asked, bytes_of)
         self._number = 0
-        self._items: list[MessageItem | CallItem] = []
+        self._items: list[replies.MessageItem | replies.CallItem] = []
         self._parts: list[str] = []
         """Text or arguments of the open item."""
 
-    def whole(self, answers: Sequence[Answered], summaries: Sequence[Summary]) -> ResponseReply:
+    def whole(self, answers: Sequence[Answered], summaries: Sequence[Summary]) -> replies.ResponseReply:
         (answer,), (summary,) = answers, summaries
         if answer.text or not answer.calls:
             self._items.append(_message(answer.text))
@@ -380,12 +354,12 @@ class ResponseShape(Shape):
     def piece(self, said: Said) -> bytes:
         events = b""
         if said.text:
-            if not (self._items and isinstance(self._items[-1], MessageItem)):
+            if not (self._items and isinstance(self._items[-1], replies.MessageItem)):
                 events += self._open(_message(None))
             self._parts.append(said.text)
             kind, place = "response.output_text.delta", len(self._items) - 1
-            delta = TextDelta(kind, self._next(), self._items[-1].id, place, 0, said.text)
-            events += event(delta, kind)
+            delta = replies.TextDelta(kind, self._next(), self._items[-1].id, place, 0, said.text)
+            events += replies.event(delta, kind)
         return events + b"".join(map(self._call_part, said.calls))
 
     def _call_part(self, part: CallPart) -> bytes:
@@ -403,26 +377,30 @@ class ResponseShape(Shape):
         closed = self._close(status)
         return opened + closed + self._event(f"response.{status}", response=self._ended(summaries[0]))
 
-    def fail(self, error: ErrorReply) -> bytes:
+    def fail(self, error: replies.ErrorReply) -> bytes:
         told = error.error
         return self._event("error", code=told.code, message=told.message, param=told.param)
 
-    def _open(self, item: MessageItem | CallItem) -> bytes:
+    def _open(self, item: replies.MessageItem | replies.CallItem) -> bytes:
         events = self._close("completed") if self._items else b""
         self._items.append(item)
         events += self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
-        if isinstance(item, MessageItem):
-            events += self._event("response.content_part.added", **self._place(), part=OutputText(text=""))
+        if isinstance(item, replies.MessageItem):
+            events += self._event(
+                "response.content_part.added", **self._place(), part=replies.OutputText(text="")
+            )
         return events
 
-    def _close(self, status: ItemStatus) -> bytes:
+    def _close(self, status: replies.ItemStatus) -> bytes:
         item, text = self._items[-1], "".join(self._parts)
         self._parts.clear()
         item.status = status
-        if isinstance(item, MessageItem):
-            item.content = [OutputText(text=text)]
+        if isinstance(item, replies.MessageItem):
+            item.content = [replies.OutputText(text=text)]
             events = self._event("response.output_text.done", **self._place(), text=text, logprobs=[])
-            events += self._event("response.content_part.done", **self._place(), part=OutputText(text=text))
+            events += self._event(
+                "response.content_part.done", **self._place(), part=replies.OutputText(text=text)
+            )
         else:
             item.arguments = text
             events = self._event(
@@ -441,17 +419,17 @@ class ResponseShape(Shape):
         return number
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        return event({"type": kind, "sequence_number": self._next(), **fields}, kind)
+        return replies.event({"type": kind, "sequence_number": self._next(), **fields}, kind)
 
-    def _ended(self, summary: Summary) -> ResponseReply:
+    def _ended(self, summary: Summary) -> replies.ResponseReply:
         response = self._response(_status(summary))
         cut = response.status == "incomplete"
         response.completed_at = None if cut else int(time.time())
-        response.incomplete_details = Incomplete() if cut else None
+        response.incomplete_details = replies.Incomplete() if cut else None
         response.usage, response.sparsekv = response_usage(summary), figures_of(summary)
         return response
 
-    def _response(self, status: ItemStatus) -> ResponseReply:
+    def _response(self, status: replies.ItemStatus) -> replies.ResponseReply:
         given = self.asked.given
         tools = tool_objects(self.asked.order.tools)
         told: dict[str, Any] = {
@@ -459,7 +437,7 @@ class ResponseShape(Shape):
             "parallel_tool_calls": bool(tools),
             **pick(given, _ECHOED),
         }
-        return ResponseReply(
+        return replies.ResponseReply(
             id=self.id,
             created_at=self.created,
             status=status,
@@ -475,23 +453,23 @@ class ResponseShape(Shape):
 _ECHOED = ("temperature", "top_p", "max_output_tokens", "tool_choice", "parallel_tool_calls")
 
 
-def _status(summary: Summary) -> ItemStatus:
+def _status(summary: Summary) -> replies.ItemStatus:
     return "incomplete" if summary.reason == "length" else "completed"
 
 
-def _message(text: str | None) -> MessageItem:
-    return MessageItem(
-        id="msg_" + secrets.token_hex(16), content=[] if text is None else [OutputText(text=text)]
+def _message(text: str | None) -> replies.MessageItem:
+    return replies.MessageItem(
+        id="msg_" + secrets.token_hex(16), content=[] if text is None else [replies.OutputText(text=text)]
     )
 
 
-def _call(id_: str, name: str, arguments: str) -> CallItem:
-    return CallItem(id="fc_" + secrets.token_hex(16), call_id=id_, name=name, arguments=arguments)
+def _call(id_: str, name: str, arguments: str) -> replies.CallItem:
+    return replies.CallItem(id="fc_" + secrets.token_hex(16), call_id=id_, name=name, arguments=arguments)
 
 
-def response_usage(summary: Summary) -> ResponseUsage:
+def response_usage(summary: Summary) -> replies.ResponseUsage:
     """`usage` under the names of responses."""
     usage = summary.usage
-    prompt = usage.cached + usage.prompt
-    details = InputDetails(usage.cached, usage.written), OutputDetails()
-    return ResponseUsage(prompt, details[0], usage.completion, details[1], prompt + usage.completion)
+    prompt, generated = usage.cached_tokens + usage.prompt_tokens, usage.completion_tokens
+    details = replies.InputDetails(usage.cached_tokens, usage.cache_write_tokens), replies.OutputDetails()
+    return replies.ResponseUsage(prompt, details[0], generated, details[1], prompt + generated)

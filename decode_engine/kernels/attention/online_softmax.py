@@ -28,15 +28,47 @@ LOG2E = 1.0 / math.log(2.0)
 HEAD_TILE = tl.constexpr(LARGEST_GROUP)
 
 
-def tile_options(dtype: torch.dtype, tile: int, stages: int) -> dict[str, Any]:
-    """Of a launch that attends to keys of this dtype: keys per iteration, loads in flight, warps, how dots multiply."""
-    whole = dtype == torch.float32
-    return {
-        "TILE": tile,
-        "STAGES": 1 if whole else stages,
-        "PRECISION": "ieee" if whole else "tf32",
-        "num_warps": 4,
-    }
+class AttendConstants(NamedTuple):
+    """What kernels that attend are compiled for, with one record for all of their functions.
+
+    HEADS: KV heads. GROUP: query heads of each. DIM: channels. X: query rows of a tile. TILE: keys of an iteration.
+    STAGES: iterations whose loads are in flight. PRECISION: how dots multiply float32. PLANES: contexts' rows are in
+    two planes. SEGMENTS: of a list, SEGMENTS_TILE the next power of two. LOCATED: rows may be in slots.
+    """
+
+    HEADS: tl.constexpr
+    GROUP: tl.constexpr
+    DIM: tl.constexpr
+    X: tl.constexpr
+    TILE: tl.constexpr
+    STAGES: tl.constexpr
+    PRECISION: tl.constexpr
+    PLANES: tl.constexpr
+    SEGMENTS: tl.constexpr
+    SEGMENTS_TILE: tl.constexpr
+    LOCATED: tl.constexpr
+
+    @classmethod
+    def of(
+        cls,
+        queries: Tensor,
+        heads: int,
+        tile: int,
+        stages: int,
+        *,
+        rows: int = LARGEST_GROUP,
+        planes: bool = False,
+        segments: int = 1,
+        located: bool = False,
+    ) -> AttendConstants:
+        """queries: [.., G, d]. Products of float32 need all registers that loads in flight would take."""
+        group, head_dim = queries.shape[-2:]
+        whole, up = queries.dtype == torch.float32, triton.next_power_of_2(segments)
+        numbers = (
+            heads, group, head_dim, rows, tile, 1 if whole else stages, "ieee" if whole else "tf32", planes, segments,
+            up, located,
+        )  # fmt: skip
+        return cls(*map(tl.constexpr, numbers))
 
 
 def keys_of_tile(keys: int, head_dim: int) -> int:
@@ -45,27 +77,27 @@ def keys_of_tile(keys: int, head_dim: int) -> int:
 
 
 @triton.jit
-def load_group(q_ptr: tl.tensor, row: tl.tensor, GROUP: tl.constexpr, DIM: tl.constexpr) -> tl.tensor:
+def load_group(q_ptr: tl.tensor, row: tl.tensor, K: tl.constexpr) -> tl.tensor:
     """The queries of a row's group, padded with zeros."""
     heads = tl.arange(0, HEAD_TILE)
-    dims = tl.arange(0, DIM)
-    at = (row * GROUP + heads)[:, None] * DIM + dims[None, :]
-    return tl.load(q_ptr + at, mask=heads[:, None] < GROUP, other=0.0)
+    dims = tl.arange(0, K.DIM)
+    at = (row * K.GROUP + heads)[:, None] * K.DIM + dims[None, :]
+    return tl.load(q_ptr + at, mask=heads[:, None] < K.GROUP, other=0.0)
 
 
 @triton.jit
-def no_keys_yet(DIM: tl.constexpr) -> tl.tensor:
+def no_keys_yet(K: tl.constexpr) -> tl.tensor:
     """Peaks, totals and sums before the first tile."""
     peaks = tl.full([HEAD_TILE], float("-inf"), tl.float32)
-    return peaks, tl.zeros([HEAD_TILE], tl.float32), tl.zeros([HEAD_TILE, DIM], tl.float32)
+    return peaks, tl.zeros([HEAD_TILE], tl.float32), tl.zeros([HEAD_TILE, K.DIM], tl.float32)
 
 
 @triton.jit
 def tile_logits(
-    q: tl.tensor, keys: tl.tensor, there: tl.tensor, scale_log2: tl.tensor, PRECISION: tl.constexpr
+    q: tl.tensor, keys: tl.tensor, there: tl.tensor, scale_log2: tl.tensor, K: tl.constexpr
 ) -> tl.tensor:
     """Logits of the keys that are there [N]."""
-    logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale_log2
+    logits = tl.dot(q, tl.trans(keys), input_precision=K.PRECISION) * scale_log2
     return tl.where(there[None, :], logits, float("-inf"))
 
 
@@ -102,17 +134,17 @@ def grow(
 
 @triton.jit
 def add_weighted(
-    sums: tl.tensor, weights: tl.tensor, values: tl.tensor, FINE: tl.constexpr, PRECISION: tl.constexpr
+    sums: tl.tensor, weights: tl.tensor, values: tl.tensor, FINE: tl.constexpr, K: tl.constexpr
 ) -> tl.tensor:
     """sums [X, d] + weights [X, N] @ values [N, d].
 
     FINE: weights count with twice the digits of the values' type, for sums that others largely cancel.
     """
     coarse = weights.to(values.dtype)
-    sums = tl.dot(coarse, values, sums, input_precision=PRECISION)
+    sums = tl.dot(coarse, values, sums, input_precision=K.PRECISION)
     if FINE and values.dtype != tl.float32:
         rest = (weights - coarse.to(tl.float32)).to(values.dtype)
-        sums = tl.dot(rest, values, sums, input_precision=PRECISION)
+        sums = tl.dot(rest, values, sums, input_precision=K.PRECISION)
     return sums
 
 
@@ -124,13 +156,13 @@ def attend_tile(
     there: tl.tensor,
     state: tl.tensor,
     scale_log2: tl.tensor,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Peaks, totals and sums with a tile of keys, of which some are there [N], and nothing is taken off."""
     peaks, totals, sums = state
-    logits = tile_logits(q, keys, there, scale_log2, PRECISION)
+    logits = tile_logits(q, keys, there, scale_log2, K)
     peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, logits, False)
-    return peaks, totals, add_weighted(sums * shrink[:, None], weights, values, False, PRECISION)
+    return peaks, totals, add_weighted(sums * shrink[:, None], weights, values, False, K)
 
 
 @triton.jit
@@ -141,21 +173,19 @@ def attend_run(
     end: tl.tensor,
     state: tl.tensor,
     scale_log2: tl.tensor,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
+    K: tl.constexpr,
     STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Adds the rows begin .. end - 1 of a KV head, key and value side by side, to a running softmax."""
     peaks, totals, sums = state
-    d = tl.arange(0, DIM)
-    for start in tl.range(begin, end, TILE, num_stages=STAGES):
-        n = start + tl.arange(0, TILE)
+    d = tl.arange(0, K.DIM)
+    for start in tl.range(begin, end, K.TILE, num_stages=STAGES):
+        n = start + tl.arange(0, K.TILE)
         there = n < end
-        at = rows_ptr + n.to(tl.int64)[:, None] * (2 * DIM) + d[None, :]
+        at = rows_ptr + n.to(tl.int64)[:, None] * (2 * K.DIM) + d[None, :]
         k = tl.load(at, mask=there[:, None], other=0.0)
-        v = tl.load(at + DIM, mask=there[:, None], other=0.0)
-        peaks, totals, sums = attend_tile(q, k, v, there, (peaks, totals, sums), scale_log2, PRECISION)
+        v = tl.load(at + K.DIM, mask=there[:, None], other=0.0)
+        peaks, totals, sums = attend_tile(q, k, v, there, (peaks, totals, sums), scale_log2, K)
     return peaks, totals, sums
 
 
@@ -262,20 +292,19 @@ def store_partial(
     slots: tl.tensor,
     slot: tl.tensor,
     state: tl.tensor,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
+    K: tl.constexpr,
     SUMS: tl.constexpr,
 ) -> None:
     """Writes what a program found into its slot, one of a row's `slots`; without SUMS only peaks and totals."""
     peaks, totals, sums = state
     sums_ptr, peaks_ptr, totals_ptr = partials
     heads = tl.arange(0, HEAD_TILE)
-    at = (row.to(tl.int64) * slots + slot) * GROUP + heads
-    tl.store(peaks_ptr + at, peaks, mask=heads < GROUP)
-    tl.store(totals_ptr + at, totals, mask=heads < GROUP)
+    at = (row.to(tl.int64) * slots + slot) * K.GROUP + heads
+    tl.store(peaks_ptr + at, peaks, mask=heads < K.GROUP)
+    tl.store(totals_ptr + at, totals, mask=heads < K.GROUP)
     if SUMS:
-        into = sums_ptr + at[:, None] * DIM + tl.arange(0, DIM)[None, :]
-        tl.store(into, sums, mask=(heads < GROUP)[:, None] & (peaks != float("-inf"))[:, None])
+        into = sums_ptr + at[:, None] * K.DIM + tl.arange(0, K.DIM)[None, :]
+        tl.store(into, sums, mask=(heads < K.GROUP)[:, None] & (peaks != float("-inf"))[:, None])
 
 
 @triton.jit

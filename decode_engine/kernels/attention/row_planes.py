@@ -32,16 +32,14 @@ _SHARE = tl.constexpr(1.0 / 16)
 
 
 @triton.jit
-def plane_pointers(
-    records_ptr: tl.tensor, b: tl.tensor, head: tl.tensor, PLANES: tl.constexpr, DIM: tl.constexpr
-) -> tl.tensor:
+def plane_pointers(records_ptr: tl.tensor, b: tl.tensor, head: tl.tensor, K: tl.constexpr) -> tl.tensor:
     """Codes, scales and offsets of a KV head's keys, and those of its values, in the coarse copy of its rows' high
     plane; nothing where rows are in one piece."""
     pointers: tl.tensor = ()
-    if PLANES:
+    if K.PLANES:
         pointers = (
-            key_pointers(records_ptr, b, head, DIM, _BITS),
-            value_pointers(records_ptr, b, head, DIM, _BITS, (DIM + _VALUE_GROUP - 1) // _VALUE_GROUP),
+            key_pointers(records_ptr, b, head, K.DIM, _BITS),
+            value_pointers(records_ptr, b, head, K.DIM, _BITS, (K.DIM + _VALUE_GROUP - 1) // _VALUE_GROUP),
         )
     return pointers
 
@@ -76,9 +74,9 @@ def decode_rows(
 
 
 @triton.jit
-def _load_words(plane_ptr: tl.tensor, at: tl.tensor, there: tl.tensor, DIM: tl.constexpr) -> tl.tensor:
+def _load_words(plane_ptr: tl.tensor, at: tl.tensor, there: tl.tensor, K: tl.constexpr) -> tl.tensor:
     """Vectors of a plane that begin at these words, [T, W]; zeros where they are not there [T]."""
-    word = tl.arange(0, DIM // 8)
+    word = tl.arange(0, K.DIM // 8)
     return tl.load(plane_ptr + at[:, None] + word[None, :], mask=there[:, None], other=0)
 
 
@@ -90,7 +88,7 @@ def decode_keys(
     ids: tl.tensor,
     blocks: tl.tensor,
     there: tl.tensor,
-    DIM: tl.constexpr,
+    K: tl.constexpr,
     ELEMENT: tl.constexpr,
 ) -> tl.tensor:
     """Keys [T, d] of these ids, whose low codes begin `at` [T] words behind low_ptr; finite where they are not there.
@@ -98,10 +96,10 @@ def decode_keys(
     pointers: see `plane_pointers`. blocks: of 128 keys, each one's or that of all of them.
     """
     codes_ptr, scales_ptr, offsets_ptr = pointers[0]
-    C: tl.constexpr = DIM // 2
-    low = _load_words(low_ptr, at, there, DIM)
-    high = _load_words(codes_ptr.to(tl.pointer_type(tl.uint32)), ids.to(tl.int64) * (DIM // 8), there, DIM)
-    channels = blocks[:, None] * DIM + tl.arange(0, C)[None, :]
+    C: tl.constexpr = K.DIM // 2
+    low = _load_words(low_ptr, at, there, K)
+    high = _load_words(codes_ptr.to(tl.pointer_type(tl.uint32)), ids.to(tl.int64) * (K.DIM // 8), there, K)
+    channels = blocks[:, None] * K.DIM + tl.arange(0, C)[None, :]
     steps = (
         tl.load(scales_ptr + channels).to(tl.float32) * _SHARE,
         tl.load(scales_ptr + C + channels).to(tl.float32) * _SHARE,
@@ -120,15 +118,15 @@ def decode_values(
     pointers: tl.tensor,
     ids: tl.tensor,
     there: tl.tensor,
-    DIM: tl.constexpr,
+    K: tl.constexpr,
     ELEMENT: tl.constexpr,
 ) -> tl.tensor:
     """Values [T, d], as `decode_keys` has keys: `at` says where the low codes of the keys before them begin."""
     codes_ptr, scales_ptr, offsets_ptr = pointers[1]
-    low = _load_words(low_ptr + DIM // 8, at, there, DIM)
-    high = _load_words(codes_ptr.to(tl.pointer_type(tl.uint32)), ids.to(tl.int64) * (DIM // 8), there, DIM)
+    low = _load_words(low_ptr + K.DIM // 8, at, there, K)
+    high = _load_words(codes_ptr.to(tl.pointer_type(tl.uint32)), ids.to(tl.int64) * (K.DIM // 8), there, K)
     # `tl.cdiv` of two constants is none in Triton 3.6.
-    GROUPS: tl.constexpr = (DIM + _VALUE_GROUP - 1) // _VALUE_GROUP
+    GROUPS: tl.constexpr = (K.DIM + _VALUE_GROUP - 1) // _VALUE_GROUP
     step = tl.load(scales_ptr + ids * GROUPS, mask=there, other=0.0).to(tl.float32)[:, None] * _SHARE
     start = tl.load(offsets_ptr + ids * GROUPS, mask=there, other=0.0).to(tl.float32)[:, None]
     steps, starts = (step, step), (start, start)
@@ -140,44 +138,27 @@ def decode_values(
 
 
 @triton.jit
-def load_keys(
+def load_part(
     rows_ptr: tl.tensor,
     where: tl.tensor,
     pointers: tl.tensor,
     ids: tl.tensor,
     there: tl.tensor,
-    PLANES: tl.constexpr,
-    DIM: tl.constexpr,
+    VALUES: tl.constexpr,
+    K: tl.constexpr,
     ELEMENT: tl.constexpr,
 ) -> tl.tensor:
-    """Keys [T, d] whose rows begin `where` [T] elements behind rows_ptr, in one piece or in two planes."""
-    if PLANES:
+    """Keys, or VALUES, [T, d] whose rows begin `where` [T] elements behind rows_ptr, in one piece or in two planes."""
+    if K.PLANES and VALUES:
+        part = decode_values(rows_ptr, where, pointers, ids, there, K, ELEMENT)
+    elif K.PLANES:
         known = tl.maximum(ids, 0)
-        keys = decode_keys(rows_ptr, where, pointers, known, known // _BLOCK, there, DIM, ELEMENT)
+        part = decode_keys(rows_ptr, where, pointers, known, known // _BLOCK, there, K, ELEMENT)
     else:
-        at = where[:, None] + tl.arange(0, DIM)[None, :]
-        keys = tl.load(rows_ptr + at, mask=there[:, None], other=0.0)
-    return keys
-
-
-@triton.jit
-def load_values(
-    rows_ptr: tl.tensor,
-    where: tl.tensor,
-    pointers: tl.tensor,
-    ids: tl.tensor,
-    there: tl.tensor,
-    PLANES: tl.constexpr,
-    DIM: tl.constexpr,
-    ELEMENT: tl.constexpr,
-) -> tl.tensor:
-    """Values [T, d] of such rows."""
-    if PLANES:
-        values = decode_values(rows_ptr, where, pointers, ids, there, DIM, ELEMENT)
-    else:
-        at = where[:, None] + tl.arange(0, DIM)[None, :]
-        values = tl.load(rows_ptr + DIM + at, mask=there[:, None], other=0.0)
-    return values
+        at = where[:, None] + tl.arange(0, K.DIM)[None, :]
+        begin = rows_ptr + K.DIM if VALUES else rows_ptr
+        part = tl.load(begin + at, mask=there[:, None], other=0.0)
+    return part
 
 
 @triton.jit
@@ -189,20 +170,18 @@ def attend_plane_run(
     end: tl.tensor,
     state: tl.tensor,
     scale_log2: tl.tensor,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
+    K: tl.constexpr,
     STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """`attend_run` over a context's rows begin .. end - 1 in two planes; begin is a multiple of TILE."""
     peaks, totals, sums = state
-    tl.static_assert(_BLOCK % TILE == 0)  # the keys of a tile share scales and offsets
-    for start in tl.range(begin, end, TILE, num_stages=STAGES):
-        n = start + tl.arange(0, TILE)
+    tl.static_assert(_BLOCK % K.TILE == 0)  # the keys of a tile share scales and offsets
+    for start in tl.range(begin, end, K.TILE, num_stages=STAGES):
+        n = start + tl.arange(0, K.TILE)
         there = n < end
-        at = n.to(tl.int64) * (DIM // 4)
+        at = n.to(tl.int64) * (K.DIM // 4)
         block = tl.full([1], 0, tl.int32) + start // _BLOCK
-        k = decode_keys(low_ptr, at, pointers, n, block, there, DIM, q.dtype)
-        v = decode_values(low_ptr, at, pointers, n, there, DIM, q.dtype)
-        peaks, totals, sums = attend_tile(q, k, v, there, (peaks, totals, sums), scale_log2, PRECISION)
+        k = decode_keys(low_ptr, at, pointers, n, block, there, K, q.dtype)
+        v = decode_values(low_ptr, at, pointers, n, there, K, q.dtype)
+        peaks, totals, sums = attend_tile(q, k, v, there, (peaks, totals, sums), scale_log2, K)
     return peaks, totals, sums

@@ -36,13 +36,13 @@ from torch import Tensor
 
 from decode_engine.kernels.attention.online_softmax import (
     LOG2E,
+    AttendConstants,
     Partials,
     attend_run,
     keys_of_tile,
     load_group,
     no_keys_yet,
     store_partial,
-    tile_options,
 )
 from decode_engine.kernels.attention.row_planes import attend_plane_run, plane_pointers
 from decode_engine.kernels.device_queue import DeviceQueue
@@ -318,9 +318,6 @@ def part_of(keys: tl.tensor, part: tl.tensor, parts: tl.tensor, TILE: tl.constex
     return part * tiles // parts * TILE, tl.minimum((part + 1) * tiles // parts * TILE, keys)
 
 
-_FEW_ROWS = tl.constexpr(FEW_ROWS)
-
-
 @dataclass(frozen=True, slots=True)
 class SharedShape:
     """Of launches.
@@ -371,57 +368,47 @@ def attend_task(
     scale_log2: tl.tensor,
     task: tl.tensor,
     h: tl.tensor,
-    X: tl.constexpr,
     ALONE: tl.constexpr,
-    PLANES: tl.constexpr,
-    SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """One task of a KV head (`load_task`). ALONE: it may have a single member, and read that one's tail."""
     first_place, members, leader, part, parts, what, slot = task
     sums_ptr, peaks_ptr, totals_ptr = partials
     element: tl.constexpr = q_ptr.dtype.element_ty
-    x = tl.arange(0, X)
-    d = tl.arange(0, DIM)
-    present = x // GROUP < members
-    b = member_rows(table_ptr, first_place + x // GROUP, present)
-    query = (b * HEADS + h) * GROUP + x % GROUP
-    q = tl.load(q_ptr + query[:, None] * DIM + d[None, :], mask=present[:, None], other=0.0)
-    peaks = tl.full([X], float("-inf"), tl.float32)
-    totals = tl.zeros([X], tl.float32)
-    sums = tl.zeros([X, DIM], tl.float32)
+    x = tl.arange(0, K.X)
+    d = tl.arange(0, K.DIM)
+    present = x // K.GROUP < members
+    b = member_rows(table_ptr, first_place + x // K.GROUP, present)
+    query = (b * K.HEADS + h) * K.GROUP + x % K.GROUP
+    q = tl.load(q_ptr + query[:, None] * K.DIM + d[None, :], mask=present[:, None], other=0.0)
+    peaks = tl.full([K.X], float("-inf"), tl.float32)
+    totals = tl.zeros([K.X], tl.float32)
+    sums = tl.zeros([K.X, K.DIM], tl.float32)
     keys = field(records_ptr, leader, KEYS).to(tl.int32)
-    begin, end = part_of(keys, part, parts, TILE)
+    begin, end = part_of(keys, part, parts, K.TILE)
     end = tl.where(what & OF_CONTEXT != 0, end, begin)
-    if PLANES:
+    if K.PLANES:
         low_ptr = head_rows(records_ptr, leader, h, KV, tl.uint32)
-        pointers = plane_pointers(records_ptr, leader, h, PLANES, DIM)
+        pointers = plane_pointers(records_ptr, leader, h, K)
         peaks, totals, sums = attend_plane_run(
-            q, low_ptr, pointers, begin, end, (peaks, totals, sums), scale_log2, DIM, TILE, STAGES, PRECISION
+            q, low_ptr, pointers, begin, end, (peaks, totals, sums), scale_log2, K, K.STAGES
         )
     else:
         rows_ptr = head_rows(records_ptr, leader, h, KV, element)
         peaks, totals, sums = attend_run(
-            q, rows_ptr, begin, end, (peaks, totals, sums), scale_log2, DIM, TILE, STAGES, PRECISION
+            q, rows_ptr, begin, end, (peaks, totals, sums), scale_log2, K, K.STAGES
         )
     if ALONE:
         tail_keys = field(records_ptr, leader, TAIL_KEYS).to(tl.int32)
-        begin, end = part_of(tail_keys, part, parts, TILE)
+        begin, end = part_of(tail_keys, part, parts, K.TILE)
         rows_ptr = head_rows(records_ptr, leader, h, TAIL, element)
         end = tl.where(what & OF_TAIL != 0, end, begin)
-        peaks, totals, sums = attend_run(
-            q, rows_ptr, begin, end, (peaks, totals, sums), scale_log2, DIM, TILE, 1, PRECISION
-        )
-    at = ((b * HEADS + h).to(tl.int64) * slots + slot) * GROUP + x % GROUP
+        peaks, totals, sums = attend_run(q, rows_ptr, begin, end, (peaks, totals, sums), scale_log2, K, 1)
+    at = ((b * K.HEADS + h).to(tl.int64) * slots + slot) * K.GROUP + x % K.GROUP
     tl.store(peaks_ptr + at, peaks, mask=present)
     tl.store(totals_ptr + at, totals, mask=present)
     found = present & (peaks != float("-inf"))
-    tl.store(sums_ptr + at[:, None] * DIM + d[None, :], sums, mask=found[:, None])
+    tl.store(sums_ptr + at[:, None] * K.DIM + d[None, :], sums, mask=found[:, None])
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -432,39 +419,23 @@ def shared_kernel(
     partials: tl.tensor,
     slots: tl.tensor,
     scale_log2: tl.tensor,
-    PLANES: tl.constexpr,
+    FEW: tl.constexpr,
+    MANY: tl.constexpr,
     SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    MANY_TILE: tl.constexpr,
-    MANY_STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Program (place, KV head): tasks in turns with the others of the head. ROWS: of the largest tile."""
+    """Program (place, KV head): tasks in turns with the others of the head. FEW, MANY: of a small and a large tile."""
     h = tl.program_id(1)
     count = task_count(table_ptr)
     task = load_task(table_ptr, tl.program_id(0), count, SIZE)
     wait_for_launch(CHAINED)
     for number in range(tl.program_id(0), count, tl.num_programs(0)):
-        many = task[1] * GROUP > _FEW_ROWS
-        if ROWS > _FEW_ROWS:  # noqa: SIM102 - decided when the kernel is compiled
+        many = task[1] * FEW.GROUP > FEW.X
+        if MANY.X > FEW.X:  # noqa: SIM102 - decided when the kernel is compiled
             if many:
-                attend_task(
-                    q_ptr, records_ptr, table_ptr, partials, slots, scale_log2,
-                    task, h,
-                    ROWS, False, PLANES, SIZE, HEADS, GROUP, DIM, MANY_TILE, MANY_STAGES, PRECISION
-                )  # fmt: skip
+                attend_task(q_ptr, records_ptr, table_ptr, partials, slots, scale_log2, task, h, False, MANY)
         if not many:
-            attend_task(
-                q_ptr, records_ptr, table_ptr, partials, slots, scale_log2,
-                task, h,
-                _FEW_ROWS, True, PLANES, SIZE, HEADS, GROUP, DIM, TILE, STAGES, PRECISION
-            )  # fmt: skip
+            attend_task(q_ptr, records_ptr, table_ptr, partials, slots, scale_log2, task, h, True, FEW)
         task = load_task(table_ptr, number + tl.num_programs(0), count, SIZE)
 
 
@@ -482,9 +453,13 @@ def attend_shared(
     q_BHGD: contiguous, unscaled, in the dtype of keys and values; G 1..16, d 64, 128 or 256. scale: of the logits.
     planes: the contexts' rows are in two planes, the low one in place of keys and values; tails are as ever.
     """
-    size, heads, group, head_dim = q_BHGD.shape
-    options = tile_options(q_BHGD.dtype, shape.tile, shape.stages)
-    many = tile_options(q_BHGD.dtype, shape.many_tile, shape.many_stages)
+    size, heads = q_BHGD.shape[:2]
+    many = shape.rows if size > groups.few else FEW_ROWS
+    tiles = ((FEW_ROWS, shape.tile, shape.stages), (many, shape.many_tile, shape.many_stages))
+    few, large = (
+        AttendConstants.of(q_BHGD, heads, tile, stages, rows=rows, planes=planes)
+        for rows, tile, stages in tiles
+    )
     shared_kernel[(groups.programs, heads)](
         q_BHGD,
         records_BF,
@@ -492,15 +467,10 @@ def attend_shared(
         partials,
         partials.sums_RSGD.shape[1],
         scale * LOG2E,
-        PLANES=planes,
+        FEW=few,
+        MANY=large,
         SIZE=size,
-        HEADS=heads,
-        GROUP=group,
-        DIM=head_dim,
-        ROWS=shape.rows if size > groups.few else FEW_ROWS,
-        MANY_TILE=many["TILE"],
-        MANY_STAGES=many["STAGES"],
-        **(options | {"num_warps": shape.warps}),
+        num_warps=shape.warps,
         **chained(q_BHGD.device),
     )
 
@@ -526,16 +496,14 @@ def attend_share(
     count: tl.tensor,
     state: tl.tensor,
     scale_log2: tl.tensor,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
+    K: tl.constexpr,
     STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Adds this program's share of the rows first .. count - 1 to a running softmax."""
-    share = tl.cdiv(tl.cdiv(count - first, TILE), tl.num_programs(0)) * TILE
+    share = tl.cdiv(tl.cdiv(count - first, K.TILE), tl.num_programs(0)) * K.TILE
     begin = first + tl.program_id(0) * share
     end = tl.minimum(begin + share, count)
-    return attend_run(q, rows_ptr, begin, end, state, scale_log2, DIM, TILE, STAGES, PRECISION)
+    return attend_run(q, rows_ptr, begin, end, state, scale_log2, K, STAGES)
 
 
 @triton.jit
@@ -544,22 +512,17 @@ def window_kernel(
     records_ptr: tl.tensor,
     partials: tl.tensor,
     scale_log2: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Program (split, row): a share of the context and one of the tail of a KV head, of the keys that WINDOW says."""
     wait_for_launch(CHAINED)
     row = tl.program_id(1)
-    b = row // HEADS
-    h = row % HEADS
+    b = row // K.HEADS
+    h = row % K.HEADS
     element: tl.constexpr = q_ptr.dtype.element_ty
-    q = load_group(q_ptr, row, GROUP, DIM)
-    peaks, totals, sums = no_keys_yet(DIM)
+    q = load_group(q_ptr, row, K)
+    peaks, totals, sums = no_keys_yet(K)
     keys = field(records_ptr, b, KEYS).to(tl.int32)
     tail_keys = field(records_ptr, b, TAIL_KEYS).to(tl.int32)
     window = field(records_ptr, b, WINDOW).to(tl.int32)
@@ -568,34 +531,13 @@ def window_kernel(
         first = tl.maximum(keys + tail_keys - 1, 0) // -window * -window
     context_ptr = head_rows(records_ptr, b, h, KV, element)
     peaks, totals, sums = attend_share(
-        q,
-        context_ptr,
-        tl.minimum(first, keys),
-        keys,
-        (peaks, totals, sums),
-        scale_log2,
-        DIM,
-        TILE,
-        STAGES,
-        PRECISION,
+        q, context_ptr, tl.minimum(first, keys), keys, (peaks, totals, sums), scale_log2, K, K.STAGES
     )
     tail_ptr = head_rows(records_ptr, b, h, TAIL, element)
     peaks, totals, sums = attend_share(
-        q,
-        tail_ptr,
-        tl.maximum(first - keys, 0),
-        tail_keys,
-        (peaks, totals, sums),
-        scale_log2,
-        DIM,
-        TILE,
-        1,
-        PRECISION,
+        q, tail_ptr, tl.maximum(first - keys, 0), tail_keys, (peaks, totals, sums), scale_log2, K, 1
     )
-    store_partial(
-        partials, row, tl.num_programs(0), tl.program_id(0), (peaks, totals, sums),
-        GROUP, DIM, True
-    )  # fmt: skip
+    store_partial(partials, row, tl.num_programs(0), tl.program_id(0), (peaks, totals, sums), K, True)
 
 
 def attend_window(q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale: float) -> None:
@@ -604,18 +546,14 @@ def attend_window(q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale:
     q_BHGD: contiguous, unscaled, in the dtype of keys and values; G 1..16, d 64, 128 or 256. scale: of the logits.
     The last keys count, as many as the records say, or those of the last key's chunk.
     """
-    _, heads, group, head_dim = q_BHGD.shape
     rows, splits, _, _ = partials.sums_RSGD.shape
     window_kernel[(splits, rows)](
         q_BHGD,
         records_BF,
         partials,
         scale * LOG2E,
-        HEADS=heads,
-        GROUP=group,
-        DIM=head_dim,
         # Two programs fit into a multiprocessor's shared memory.
-        **tile_options(q_BHGD.dtype, keys_of_tile(64, head_dim), 3),
+        K=AttendConstants.of(q_BHGD, q_BHGD.shape[1], keys_of_tile(64, q_BHGD.shape[3]), 3),
         **chained(q_BHGD.device),
     )
 

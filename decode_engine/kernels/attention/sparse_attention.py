@@ -29,6 +29,7 @@ from decode_engine.kernels import records
 from decode_engine.kernels.attention.online_softmax import (
     HEAD_TILE,
     LOG2E,
+    AttendConstants,
     Partials,
     add_weighted,
     attend_run,
@@ -38,9 +39,8 @@ from decode_engine.kernels.attention.online_softmax import (
     no_keys_yet,
     store_partial,
     tile_logits,
-    tile_options,
 )
-from decode_engine.kernels.attention.row_planes import load_keys, load_values, plane_pointers
+from decode_engine.kernels.attention.row_planes import load_part, plane_pointers
 from decode_engine.kernels.attention.shared_attention import attend_dense_reference
 from decode_engine.kernels.families import ATTENTION
 from decode_engine.kernels.launches import chained, wait_for_launch
@@ -109,19 +109,17 @@ def context_entries(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def listed_keys(
-    counts_ptr: tl.tensor, row: tl.tensor, width: tl.tensor, SEGMENTS: tl.constexpr, TILE: tl.constexpr
-) -> tl.tensor:
-    """Entries of each of a row's segments, [TILE]."""
-    segment = tl.arange(0, TILE)
-    counts = tl.load(counts_ptr + row.to(tl.int64) * SEGMENTS + segment, mask=segment < SEGMENTS, other=0)
+def listed_keys(counts_ptr: tl.tensor, row: tl.tensor, width: tl.tensor, K: tl.constexpr) -> tl.tensor:
+    """Entries of each of a row's segments, [SEGMENTS_TILE]."""
+    segment = tl.arange(0, K.SEGMENTS_TILE)
+    counts = tl.load(counts_ptr + row.to(tl.int64) * K.SEGMENTS + segment, mask=segment < K.SEGMENTS, other=0)
     return tl.minimum(counts, width)
 
 
 @triton.jit
-def share_of(entries: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+def share_of(entries: tl.tensor, K: tl.constexpr) -> tl.tensor:
     """First entry and end of this program's share, in whole tiles."""
-    share = tl.cdiv(tl.cdiv(entries, tl.num_programs(0)), TILE) * TILE
+    share = tl.cdiv(tl.cdiv(entries, tl.num_programs(0)), K.TILE) * K.TILE
     first = tl.minimum(tl.program_id(0) * share, entries)
     return first, tl.minimum(first + share, entries)
 
@@ -139,13 +137,13 @@ def segment_ids(
     width: tl.tensor,
     entry: tl.tensor,
     stop: tl.tensor,
-    SEGMENTS: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Key ids of entries of a row's segments, one after the other; -1 from stop on.
 
     counts: of a power of two of segments, as `listed_keys` returns them.
     """
-    if SEGMENTS == 1:
+    if K.SEGMENTS == 1:
         place = entry.to(tl.int64)
     else:
         # Halves are looked at in turn: entries compared with all of several hundred segments leave no registers.
@@ -166,13 +164,13 @@ def join(
     width: tl.tensor,
     begin: tl.tensor,
     stop: tl.tensor,
-    SEGMENTS: tl.constexpr,
+    K: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     """Writes down entries begin..stop-1 of a row's segments as one list."""
     for start in range(begin, stop, CHUNK):
         entry = start + tl.arange(0, CHUNK)
-        ids = segment_ids(ids_ptr, counts, width, entry, stop, SEGMENTS)
+        ids = segment_ids(ids_ptr, counts, width, entry, stop, K)
         tl.store(joined_ptr + entry, ids, mask=entry < stop)
 
 
@@ -235,11 +233,11 @@ def located(
     place: tl.tensor,
     present: tl.tensor,
     to_slots: tl.tensor,
-    LOCATED: tl.constexpr,
+    K: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tl.tensor:
     """Where entries begin, from the context's first row on: in their slots, or for those without one where they did."""
-    if LOCATED:
+    if K.LOCATED:
         slot = tl.load(locations_ptr + place, mask=present, other=-1)
         where = tl.where(slot >= 0, to_slots + slot.to(tl.int64) * (2 * WIDTH), where.to(tl.int64))
     return where
@@ -323,7 +321,7 @@ def attend_lists(
     planes: the contexts' rows are in two planes, the low one in place of keys and values; tails are as ever.
     Raises InvalidArgumentError for shapes and dtypes that do not fit.
     """
-    rows, group, head_dim = q_RGD.shape
+    rows, _, head_dim = q_RGD.shape
     check_queries(q_RGD, len(records_BF))
     if len(lists.ids_RPW) != rows:
         raise InvalidArgumentError(
@@ -350,16 +348,17 @@ def attend_lists(
         partials.peaks_RSG.shape[1],
         first_slot,
         scale * LOG2E,
-        HEADS=rows // len(records_BF),
-        GROUP=group,
-        DIM=head_dim,
-        SEGMENTS=lists.ids_RPW.shape[1],
-        SEGMENTS_TILE=triton.next_power_of_2(lists.ids_RPW.shape[1]),
+        K=AttendConstants.of(
+            q_RGD,
+            rows // len(records_BF),
+            keys_of_tile(LIST_TILE, head_dim),
+            _PLANE_STAGES if planes else _STAGES,
+            planes=planes,
+            segments=lists.ids_RPW.shape[1],
+            located=locations_RN is not None,
+        ),
         TAKE=NOTHING if take_out is None else take_out.mode,
         KEPT=kept_RX is not None,
-        LOCATED=locations_RN is not None,
-        PLANES=planes,
-        **tile_options(q_RGD.dtype, keys_of_tile(LIST_TILE, head_dim), _PLANE_STAGES if planes else _STAGES),
         **chained(q_RGD.device),
     )
     return programs
@@ -393,23 +392,22 @@ def take(
     before: tl.tensor,
     scores: tl.tensor,
     TAKE: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Takes keys out of their clusters, those of the row being `before` and on; logits of the clusters' means."""
     logits_ptr, taken_ptr, taken_logits_ptr = scores
     heads = tl.arange(0, HEAD_TILE)
     member = cluster >= 0
-    inside = (heads < GROUP)[:, None] & member[None, :]
-    at = cluster[None, :] * GROUP + heads[:, None]
+    inside = (heads < K.GROUP)[:, None] & member[None, :]
+    at = cluster[None, :] * K.GROUP + heads[:, None]
     means = logits
     if TAKE == _MONOPOLE:
-        means = tl.load(logits_ptr + before * GROUP + at, mask=inside, other=float("-inf"))
+        means = tl.load(logits_ptr + before * K.GROUP + at, mask=inside, other=float("-inf"))
     else:
-        one = tl.full([TILE], 1, tl.int32)
+        one = tl.full([K.TILE], 1, tl.int32)
         tl.atomic_add(taken_ptr + before + cluster, one, mask=member, sem="relaxed")
         units = tl.where(inside, logits * _UNITS, 0.0).to(tl.int64)
-        tl.atomic_add(taken_logits_ptr + before * GROUP + at, units, mask=inside, sem="relaxed")
+        tl.atomic_add(taken_logits_ptr + before * K.GROUP + at, units, mask=inside, sem="relaxed")
     return means
 
 
@@ -436,81 +434,68 @@ def attend_kernel(
     slots: tl.tensor,
     first_slot: tl.tensor,
     scale: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    SEGMENTS_TILE: tl.constexpr,
+    K: tl.constexpr,
     TAKE: tl.constexpr,
     KEPT: tl.constexpr,
-    LOCATED: tl.constexpr,
-    PLANES: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (share of a row's entries, row)."""
     row = tl.program_id(1)
-    b = row // HEADS
-    head = (row % HEADS).to(tl.int64)
+    b = row // K.HEADS
+    head = (row % K.HEADS).to(tl.int64)
     element: tl.constexpr = q_ptr.dtype.element_ty
-    stored: tl.constexpr = tl.uint32 if PLANES else element
-    WIDTH: tl.constexpr = DIM // 8 if PLANES else DIM  # of a key as it is stored
+    stored: tl.constexpr = tl.uint32 if K.PLANES else element
+    WIDTH: tl.constexpr = K.DIM // 8 if K.PLANES else K.DIM  # of a key as it is stored
     rows_ptr = head_rows(records_ptr, b, head, KV, stored)
     tail_ptr = head_rows(records_ptr, b, head, TAIL, element)
     keys = field(records_ptr, b, KEYS).to(tl.int32)
     to_tail = distance(rows_ptr, tail_ptr, stored)
     to_slots = distance(rows_ptr, head_rows(records_ptr, b, head, SLOTS, stored), stored)
-    pointers = plane_pointers(records_ptr, b, head, PLANES, DIM)
+    pointers = plane_pointers(records_ptr, b, head, K)
     first, end, always = context_entries(records_ptr, b)
     tail_keys = field(records_ptr, b, TAIL_KEYS).to(tl.int32)
     assignment_ptr = field(records_ptr, b, ASSIGNMENT).to(tl.pointer_type(tl.int32)) + head * keys
     before = row.to(tl.int64) * cluster_width
-    ids_ptr += row.to(tl.int64) * SEGMENTS * width
+    ids_ptr += row.to(tl.int64) * K.SEGMENTS * width
     joined_ptr += row.to(tl.int64) * room
     wait_for_launch(CHAINED)
-    counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
+    counts = listed_keys(counts_ptr, row, width, K)
     listed = tl.minimum(tl.sum(counts, 0), room)
     in_context = listed + always
-    begin, stop = share_of(in_context + tail_keys, TILE)
-    if SEGMENTS > 1 and not LOCATED:
-        join(ids_ptr, joined_ptr, counts, width, begin, tl.minimum(stop, listed), SEGMENTS, _CHUNK)
+    begin, stop = share_of(in_context + tail_keys, K)
+    if K.SEGMENTS > 1 and not K.LOCATED:
+        join(ids_ptr, joined_ptr, counts, width, begin, tl.minimum(stop, listed), K, _CHUNK)
         tl.debug_barrier()
-    q = load_group(q_ptr, row, GROUP, DIM)
-    peaks, totals, sums = no_keys_yet(DIM)
-    attended = tl.zeros([TILE], tl.int32)
-    until = tl.minimum(stop, in_context) if PLANES else stop  # tails have another form
-    for at in tl.range(begin, until, TILE, num_stages=STAGES):
-        entry = at + tl.arange(0, TILE)
+    q = load_group(q_ptr, row, K)
+    peaks, totals, sums = no_keys_yet(K)
+    attended = tl.zeros([K.TILE], tl.int32)
+    until = tl.minimum(stop, in_context) if K.PLANES else stop  # tails have another form
+    for at in tl.range(begin, until, K.TILE, num_stages=K.STAGES):
+        entry = at + tl.arange(0, K.TILE)
         ids = entry_ids(joined_ptr, entry, listed, in_context, first, end)
         attended += ((ids >= first) & (ids < end)).to(tl.int32)
         valid, where = places(ids, entry, in_context, until, to_tail, WIDTH)
         # Lists that hold entries of -1 may be so long that not all that follows them was located.
         where = located(
             where, locations_ptr, row.to(tl.int64) * room + entry, entry < tl.minimum(in_context, room), to_slots,
-            LOCATED, WIDTH,
+            K, WIDTH,
         )  # fmt: skip
-        tile_keys = load_keys(rows_ptr, where, pointers, ids, valid, PLANES, DIM, element)
-        values = load_values(rows_ptr, where, pointers, ids, valid, PLANES, DIM, element)
-        logits = tile_logits(q, tile_keys, valid, scale, PRECISION)
+        tile_keys = load_part(rows_ptr, where, pointers, ids, valid, False, K, element)
+        values = load_part(rows_ptr, where, pointers, ids, valid, True, K, element)
+        logits = tile_logits(q, tile_keys, valid, scale, K)
         means = logits
         if TAKE > 0:
             cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)
-            means = take(logits, cluster, before, scores, TAKE, GROUP, TILE)
+            means = take(logits, cluster, before, scores, TAKE, K)
         peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, means, TAKE == _MONOPOLE)
-        sums = add_weighted(sums * shrink[:, None], weights, values, False, PRECISION)
-    if PLANES:
+        sums = add_weighted(sums * shrink[:, None], weights, values, False, K)
+    if K.PLANES:
         peaks, totals, sums = attend_run(
-            q, tail_ptr, tl.maximum(begin - in_context, 0), stop - in_context, (peaks, totals, sums), scale, DIM,
-            TILE, 1, PRECISION
+            q, tail_ptr, tl.maximum(begin - in_context, 0), stop - in_context, (peaks, totals, sums), scale, K, 1
         )  # fmt: skip
     if KEPT:
         tl.store(kept_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(attended, 0))
-    store_partial(
-        partials, row, slots, first_slot + tl.program_id(0), (peaks, totals, sums),
-        GROUP, DIM, True
-    )  # fmt: skip
+    store_partial(partials, row, slots, first_slot + tl.program_id(0), (peaks, totals, sums), K, True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from decode_engine.kernels import records
 from decode_engine.kernels.attention.online_softmax import (
     HEAD_TILE,
     LOG2E,
+    AttendConstants,
     Partials,
     add_weighted,
     grow,
@@ -36,9 +37,8 @@ from decode_engine.kernels.attention.online_softmax import (
     raise_peaks,
     store_partial,
     tile_logits,
-    tile_options,
 )
-from decode_engine.kernels.attention.row_planes import load_values, plane_pointers
+from decode_engine.kernels.attention.row_planes import load_part, plane_pointers
 from decode_engine.kernels.attention.sparse_attention import (
     LIST_TILE,
     ClusterScores,
@@ -185,13 +185,10 @@ def look_up(
         partials.peaks_RSG.shape[1],
         scale,
         scale * LOG2E,
-        HEADS=rows // len(records_BF),
-        GROUP=group,
-        DIM=head_dim,
+        K=AttendConstants.of(q_RGD, rows // len(records_BF), _TILE, 3),
         PIECE=piece,
         SPREAD=scores.spreads_RCG is not None,
         ATTEND=attend,
-        **tile_options(q_RGD.dtype, _TILE, 3),
         **chained(q_RGD.device),
     )
     return splits
@@ -230,23 +227,21 @@ def spread_factors(
 
 @triton.jit
 def cluster_pointers(
-    records_ptr: tl.tensor,
-    row: tl.tensor,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    ELEMENT: tl.constexpr,
+    records_ptr: tl.tensor, row: tl.tensor, K: tl.constexpr, ELEMENT: tl.constexpr
 ) -> tl.tensor:
     """Means, mean values, sizes, variances and their units of a row's clusters."""
-    b = row // HEADS
+    b = row // K.HEADS
     clusters = field(records_ptr, b, CLUSTERS)
-    before = (row % HEADS).to(tl.int64) * clusters
+    before = (row % K.HEADS).to(tl.int64) * clusters
     sizes_ptr = field(records_ptr, b, SIZES).to(tl.pointer_type(tl.int32))
-    units_ptr = (field(records_ptr, b, VARIANCES) + HEADS * clusters * DIM).to(tl.pointer_type(tl.float32))
+    units_ptr = (field(records_ptr, b, VARIANCES) + K.HEADS * clusters * K.DIM).to(
+        tl.pointer_type(tl.float32)
+    )
     return (
-        aligned_pointer(records_ptr, b, before * DIM, MEANS, ELEMENT),
-        aligned_pointer(records_ptr, b, before * DIM, VALUE_MEANS, ELEMENT),
+        aligned_pointer(records_ptr, b, before * K.DIM, MEANS, ELEMENT),
+        aligned_pointer(records_ptr, b, before * K.DIM, VALUE_MEANS, ELEMENT),
         sizes_ptr + before,
-        aligned_pointer(records_ptr, b, before * DIM, VARIANCES, tl.int8),
+        aligned_pointer(records_ptr, b, before * K.DIM, VARIANCES, tl.int8),
         units_ptr + before,
     )
 
@@ -260,12 +255,12 @@ def store_spreads(
     inside: tl.tensor,
     taken_ptrs: tl.tensor,
     exists: tl.tensor,
-    TILE: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """Stores spreads, and that nothing has been taken out of their clusters."""
     tl.store(spreads_ptr + into, spreads, mask=inside)
-    tl.store(taken_logits_ptr + into, tl.zeros([HEAD_TILE, TILE], tl.int64), mask=inside)
-    tl.store(taken_ptrs, tl.zeros([TILE], tl.int32), mask=exists)
+    tl.store(taken_logits_ptr + into, tl.zeros([HEAD_TILE, K.TILE], tl.int64), mask=inside)
+    tl.store(taken_ptrs, tl.zeros([K.TILE], tl.int32), mask=exists)
 
 
 @triton.jit(do_not_specialize=["width", "slots"])
@@ -278,15 +273,10 @@ def lookup_kernel(
     slots: tl.tensor,
     scale: tl.tensor,
     scale_log2: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
+    K: tl.constexpr,
     PIECE: tl.constexpr,
-    TILE: tl.constexpr,
     SPREAD: tl.constexpr,
     ATTEND: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (PIECE clusters, row)."""
@@ -294,27 +284,27 @@ def lookup_kernel(
     split = tl.program_id(0)
     row = tl.program_id(1)
     # Records and clusters were written long ago, the queries perhaps by the launch before.
-    clusters = field(records_ptr, row // HEADS, CLUSTERS).to(tl.int32)
+    clusters = field(records_ptr, row // K.HEADS, CLUSTERS).to(tl.int32)
     means_ptr, values_ptr, sizes_ptr, numbers_ptr, units_ptr = cluster_pointers(
-        records_ptr, row, HEADS, DIM, q_ptr.dtype.element_ty
+        records_ptr, row, K, q_ptr.dtype.element_ty
     )
-    dims = tl.arange(0, DIM)
+    dims = tl.arange(0, K.DIM)
     heads = tl.arange(0, HEAD_TILE)
     end = tl.minimum(split * PIECE + PIECE, clusters)
     wait_for_launch(CHAINED)
-    q = load_group(q_ptr, row, GROUP, DIM)
-    logits_ptr += row.to(tl.int64) * width * GROUP
+    q = load_group(q_ptr, row, K)
+    logits_ptr += row.to(tl.int64) * width * K.GROUP
     if SPREAD:
         upper, lower, unit = squares_in_bytes(q, scale)
-        spreads_ptr += row.to(tl.int64) * width * GROUP
-        taken_logits_ptr += row.to(tl.int64) * width * GROUP
+        spreads_ptr += row.to(tl.int64) * width * K.GROUP
+        taken_logits_ptr += row.to(tl.int64) * width * K.GROUP
         taken_ptr += row.to(tl.int64) * width
-    peaks, totals, sums = no_keys_yet(DIM)
-    for start in tl.range(split * PIECE, end, TILE, num_stages=STAGES):
-        at = start + tl.arange(0, TILE)
+    peaks, totals, sums = no_keys_yet(K)
+    for start in tl.range(split * PIECE, end, K.TILE, num_stages=K.STAGES):
+        at = start + tl.arange(0, K.TILE)
         exists = at < clusters
         # Beyond the last cluster it is read again, and weighs nothing.
-        offsets = tl.minimum(at, clusters - 1)[:, None] * DIM + dims[None, :]
+        offsets = tl.minimum(at, clusters - 1)[:, None] * K.DIM + dims[None, :]
         means = tl.load(means_ptr + offsets)
         sizes = tl.load(sizes_ptr + at, mask=exists, other=0)
         if SPREAD:
@@ -322,21 +312,21 @@ def lookup_kernel(
             units = tl.load(units_ptr + at, mask=exists, other=0.0)
         if ATTEND:
             values = tl.load(values_ptr + offsets)
-        logits = tile_logits(q, means, sizes > 0, scale_log2, PRECISION)
-        into = at[None, :] * GROUP + heads[:, None]
-        inside = (heads[:, None] < GROUP) & exists[None, :]
+        logits = tile_logits(q, means, sizes > 0, scale_log2, K)
+        into = at[None, :] * K.GROUP + heads[:, None]
+        inside = (heads[:, None] < K.GROUP) & exists[None, :]
         tl.store(logits_ptr + into, logits, mask=inside)
         factors = sizes.to(tl.float32)[None, :]
         if SPREAD:
             spreads = spread_factors(upper, lower, unit, numbers, units)
-            store_spreads(spreads, spreads_ptr, taken_logits_ptr, into, inside, taken_ptr + at, exists, TILE)
+            store_spreads(spreads, spreads_ptr, taken_logits_ptr, into, inside, taken_ptr + at, exists, K)
             factors = factors * spreads
         peaks, totals, shrink, weights = grow(peaks, totals, logits, factors, logits, False)
         if ATTEND:
             if values.dtype == tl.float16:
                 weights = tl.minimum(weights, 60000.0)
-            sums = add_weighted(sums * shrink[:, None], weights, values, SPREAD, PRECISION)
-    store_partial(partials, row, slots, split, (peaks, totals, sums), GROUP, DIM, ATTEND)
+            sums = add_weighted(sums * shrink[:, None], weights, values, SPREAD, K)
+    store_partial(partials, row, slots, split, (peaks, totals, sums), K, ATTEND)
 
 
 def correct_clusters(
@@ -355,7 +345,7 @@ def correct_clusters(
     joined_RN: as `attend_lists` left it. locations_RN, planes: as for `attend_lists`. `scores` hold what that summed up
     over the same keys.
     """
-    rows, group, head_dim = q_RGD.shape
+    rows = len(q_RGD)
     joined_RN = one_list(lists, joined_RN, locations_RN)
     correct_kernel[(list_programs(rows, lists), rows)](
         q_RGD,
@@ -370,22 +360,21 @@ def correct_clusters(
         scores.logits_RCG.shape[1],
         partials.peaks_RSG.shape[1],
         first_slot,
-        HEADS=rows // len(records_BF),
-        GROUP=group,
-        DIM=head_dim,
-        SEGMENTS=lists.ids_RPW.shape[1],
-        SEGMENTS_TILE=triton.next_power_of_2(lists.ids_RPW.shape[1]),
-        LOCATED=locations_RN is not None,
-        PLANES=planes,
-        **tile_options(q_RGD.dtype, LIST_TILE, 2),
+        K=AttendConstants.of(
+            q_RGD,
+            rows // len(records_BF),
+            LIST_TILE,
+            2,
+            planes=planes,
+            segments=lists.ids_RPW.shape[1],
+            located=locations_RN is not None,
+        ),
         **chained(q_RGD.device),
     )
 
 
 @triton.jit
-def weigh_members(
-    cluster: tl.tensor, sizes_ptr: tl.tensor, scores: tl.tensor, GROUP: tl.constexpr
-) -> tl.tensor:
+def weigh_members(cluster: tl.tensor, sizes_ptr: tl.tensor, scores: tl.tensor, K: tl.constexpr) -> tl.tensor:
     """Of every key's cluster: mean logits [heads, keys] before and now, the factor of weights [heads, keys], and keys
     before, now and taken."""
     logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr = scores
@@ -393,8 +382,8 @@ def weigh_members(
     heads = tl.arange(0, HEAD_TILE)
     sizes = tl.load(sizes_ptr + cluster, mask=member, other=1).to(tl.float32)
     taken = tl.load(taken_ptr + cluster, mask=member, other=1).to(tl.float32)
-    at = cluster[None, :] * GROUP + heads[:, None]
-    inside = (heads < GROUP)[:, None] & member[None, :]
+    at = cluster[None, :] * K.GROUP + heads[:, None]
+    inside = (heads < K.GROUP)[:, None] & member[None, :]
     means = tl.load(logits_ptr + at, mask=inside, other=float("-inf"))
     spreads = tl.load(spreads_ptr + at, mask=inside, other=0.0)
     taken_logits = taken_sums(taken_logits_ptr, at, inside)
@@ -418,46 +407,37 @@ def correct_kernel(
     cluster_width: tl.tensor,
     slots: tl.tensor,
     first_slot: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    SEGMENTS_TILE: tl.constexpr,
-    LOCATED: tl.constexpr,
-    PLANES: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (share of a row's entries but the tail, row)."""
     logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr = scores
     row = tl.program_id(1)
-    b = row // HEADS
-    head = (row % HEADS).to(tl.int64)
+    b = row // K.HEADS
+    head = (row % K.HEADS).to(tl.int64)
     element: tl.constexpr = q_ptr.dtype.element_ty
-    stored: tl.constexpr = tl.uint32 if PLANES else element
-    WIDTH: tl.constexpr = DIM // 8 if PLANES else DIM  # of a key as it is stored
+    stored: tl.constexpr = tl.uint32 if K.PLANES else element
+    WIDTH: tl.constexpr = K.DIM // 8 if K.PLANES else K.DIM  # of a key as it is stored
     rows_ptr = head_rows(records_ptr, b, head, KV, stored)
     to_slots = distance(rows_ptr, head_rows(records_ptr, b, head, SLOTS, stored), stored)
-    pointers = plane_pointers(records_ptr, b, head, PLANES, DIM)
-    _, value_means_ptr, sizes_ptr, _, _ = cluster_pointers(records_ptr, row, HEADS, DIM, element)
+    pointers = plane_pointers(records_ptr, b, head, K)
+    _, value_means_ptr, sizes_ptr, _, _ = cluster_pointers(records_ptr, row, K, element)
     assignment_ptr = field(records_ptr, b, ASSIGNMENT).to(tl.pointer_type(tl.int32))
     assignment_ptr += head * field(records_ptr, b, KEYS)
     first, end, always = context_entries(records_ptr, b)
-    logits_ptr += row.to(tl.int64) * cluster_width * GROUP
-    spreads_ptr += row.to(tl.int64) * cluster_width * GROUP
+    logits_ptr += row.to(tl.int64) * cluster_width * K.GROUP
+    spreads_ptr += row.to(tl.int64) * cluster_width * K.GROUP
     taken_ptr += row.to(tl.int64) * cluster_width
-    taken_logits_ptr += row.to(tl.int64) * cluster_width * GROUP
+    taken_logits_ptr += row.to(tl.int64) * cluster_width * K.GROUP
     joined_ptr += row.to(tl.int64) * room
-    dims = tl.arange(0, DIM)
-    peaks, totals, sums = no_keys_yet(DIM)
+    dims = tl.arange(0, K.DIM)
+    peaks, totals, sums = no_keys_yet(K)
     wait_alone(CHAINED)
-    counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
+    counts = listed_keys(counts_ptr, row, width, K)
     listed = tl.minimum(tl.sum(counts, 0), room)
-    begin, stop = share_of(listed + always, TILE)
-    for at in tl.range(begin, stop, TILE, num_stages=STAGES):
-        entry = at + tl.arange(0, TILE)
+    begin, stop = share_of(listed + always, K)
+    for at in tl.range(begin, stop, K.TILE, num_stages=K.STAGES):
+        entry = at + tl.arange(0, K.TILE)
         ids = entry_ids(joined_ptr, entry, listed, stop, first, end)
         cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)
         member = cluster >= 0
@@ -465,23 +445,20 @@ def correct_kernel(
         where = ids * (2 * WIDTH)
         place = row.to(tl.int64) * room + entry
         known = entry < tl.minimum(stop, room)
-        where = located(where, locations_ptr, place, known, to_slots, LOCATED, WIDTH)
-        values = load_values(rows_ptr, where, pointers, ids, member, PLANES, DIM, element)
-        where = cluster[:, None] * DIM + dims[None, :]
+        where = located(where, locations_ptr, place, known, to_slots, K, WIDTH)
+        values = load_part(rows_ptr, where, pointers, ids, member, True, K, element)
+        where = cluster[:, None] * K.DIM + dims[None, :]
         value_means = tl.load(value_means_ptr + where, mask=member[:, None], other=0.0)
         before, now, factors, sizes, left, taken = weigh_members(
-            cluster, sizes_ptr, (logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr), GROUP
+            cluster, sizes_ptr, (logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr), K
         )
         peaks, base, shrink = raise_peaks(peaks, tl.maximum(tl.max(before, 1), tl.max(now, 1)))
         before = tl.exp2(before - base[:, None]) * factors
         now = tl.exp2(now - base[:, None]) * factors
         share = (1.0 / taken)[None, :]
         totals = totals * shrink + tl.sum((now * left[None, :] - before * sizes[None, :]) * share, 1)
-        sums = add_weighted(sums * shrink[:, None], -now, values, False, PRECISION)
+        sums = add_weighted(sums * shrink[:, None], -now, values, False, K)
         whole = (now - before) * sizes[None, :] * share
-        sums = add_weighted(sums, whole, value_means, True, PRECISION)
-    store_partial(
-        partials, row, slots, first_slot + tl.program_id(0), (peaks, totals, sums),
-        GROUP, DIM, True
-    )  # fmt: skip
+        sums = add_weighted(sums, whole, value_means, True, K)
+    store_partial(partials, row, slots, first_slot + tl.program_id(0), (peaks, totals, sums), K, True)
     let_next_begin(CHAINED)

@@ -14,13 +14,7 @@ from torch import Tensor
 from decode_engine.kernels.attention.sparse_attention import KeyLists, ListedSequence, stacked
 from decode_engine.kernels.border import draw_reference
 from decode_engine.kernels.clusters.lookup import DeviceClusters
-from decode_engine.kernels.clusters.selection import (
-    DRAW_TURNS,
-    LEAST_DRAW,
-    RANGE,
-    TURNS,
-    UNUSED,
-)
+from decode_engine.kernels.clusters.selection import DRAW_TURNS, LEAST_DRAW, RANGE, TURNS, UNUSED
 from index_store.attention.attention_state import AttentionState
 
 

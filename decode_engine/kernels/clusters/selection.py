@@ -73,19 +73,14 @@ def passing(weights: tl.tensor, cluster: tl.tensor, bounds: tl.tensor, head: tl.
 
 @triton.jit
 def keys_from(
-    weights: tl.tensor,
-    sizes: tl.tensor,
-    weights_ptr: tl.tensor,
-    sizes_ptr: tl.tensor,
-    clusters: tl.tensor,
-    bounds: tl.tensor,
-    head: tl.tensor,
-    program: tl.tensor,
-    programs: tl.tensor,
-    K: tl.constexpr,
-    EVERY: tl.constexpr,
+    row: tl.tensor, bounds: tl.tensor, head: tl.tensor, K: tl.constexpr, EVERY: tl.constexpr
 ) -> tl.tensor:
-    """Keys of the clusters that pass (`passing`); without EVERY of those that earlier programs own."""
+    """Keys of the clusters that pass (`passing`); without EVERY of those that earlier programs own.
+
+    row: weights and sizes of its first BLOCK clusters, pointers to those of all, and how many there are.
+    """
+    weights, sizes, weights_ptr, sizes_ptr, clusters = row
+    program, programs = tl.program_id(0), tl.num_programs(0)
     at = tl.arange(0, K.BLOCK)
     if K.SINGLE:
         counted = passing(weights, at, bounds, head)
@@ -104,35 +99,17 @@ def keys_from(
 
 
 @triton.jit
-def cut(
-    weights: tl.tensor,
-    sizes: tl.tensor,
-    weights_ptr: tl.tensor,
-    sizes_ptr: tl.tensor,
-    clusters: tl.tensor,
-    heaviest: tl.tensor,
-    keep: tl.tensor,
-    head: tl.tensor,
-    program: tl.tensor,
-    programs: tl.tensor,
-    K: tl.constexpr,
-) -> tl.tensor:
+def cut(row: tl.tensor, heaviest: tl.tensor, keep: tl.tensor, head: tl.tensor, K: tl.constexpr) -> tl.tensor:
     """Which clusters are selected: `least`, `above` and `draws` of `passing`."""
     above = heaviest + 1
     below = tl.maximum(above - (K.RANGE << 23), 0)
     lowest = below * 0
     none = lowest + _LEAST_DRAW
-    every = keys_from(
-        weights, sizes, weights_ptr, sizes_ptr, clusters, (lowest, lowest, none), head, program, programs,
-        K, True
-    )  # fmt: skip
+    every = keys_from(row, (lowest, lowest, none), head, K, True)
     least, used = lowest, lowest
     for _ in range(K.TURNS):
         middle = below + (above - below) // 2
-        number = keys_from(
-            weights, sizes, weights_ptr, sizes_ptr, clusters, (middle, middle, none), head, program, programs,
-            K, True
-        )  # fmt: skip
+        number = keys_from(row, (middle, middle, none), head, K, True)
         over = number > keep
         below = tl.where(over, middle, below)
         least = tl.where(over, middle, least)
@@ -145,10 +122,7 @@ def cut(
         for _ in range(K.DRAW_TURNS):
             span = span // 2
             more = (draws + span).to(tl.int32)
-            number = keys_from(
-                weights, sizes, weights_ptr, sizes_ptr, clusters, (least, above, more), head, program, programs,
-                K, True
-            )  # fmt: skip
+            number = keys_from(row, (least, above, more), head, K, True)
             draws = tl.where(number > keep, draws, more)
     return least, above, draws
 
@@ -273,14 +247,9 @@ def select_clusters(
     select_kernel[(programs, rows)](
         records_BF,
         scores.logits_RCG,
-        partials.peaks_RSG,
-        partials.totals_RSG,
-        buffers.weights_RC,
-        buffers.chosen_RPO,
-        buffers.places_RPO,
-        buffers.searched_RPC,
-        lists.ids_RPW,
-        lists.counts_RP,
+        partials[1:],
+        (buffers.weights_RC, buffers.chosen_RPO, buffers.places_RPO, buffers.searched_RPC),
+        (lists.ids_RPW, lists.counts_RP),
         width,
         partials.peaks_RSG.shape[1],
         splits,
@@ -293,14 +262,10 @@ def select_clusters(
 
 @triton.jit
 def normalisers(
-    peaks_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
-    row: tl.tensor,
-    slots: tl.tensor,
-    splits: tl.tensor,
-    K: tl.constexpr,
+    sums: tl.tensor, row: tl.tensor, slots: tl.tensor, splits: tl.tensor, K: tl.constexpr
 ) -> tl.tensor:
-    """Log2 of every head's sum over all clusters [HEADS_TILE]; 0 without clusters."""
+    """Log2 of every head's sum over all clusters [HEADS_TILE]; 0 without clusters. sums: peaks and totals."""
+    peaks_ptr, totals_ptr = sums
     heads = tl.arange(0, K.HEADS_TILE)
     split = tl.arange(0, K.SPLITS)
     at = (row.to(tl.int64) * slots + split)[:, None] * K.GROUP + heads[None, :]
@@ -352,28 +317,6 @@ def weigh_all(
 
 
 @triton.jit
-def list_members(
-    members_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    begin: tl.tensor,
-    sizes: tl.tensor,
-    places: tl.tensor,
-    skip: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    room: tl.tensor,
-    MEMBERS: tl.constexpr,
-) -> None:
-    """Lists members skip..skip+MEMBERS-1 of some clusters; -1 instead of those that are not searched."""
-    member = skip + tl.arange(0, MEMBERS)
-    inside = member[None, :] < sizes[:, None]
-    ids = tl.load(members_ptr + begin[:, None] + member[None, :], mask=inside, other=-1)
-    ids = tl.where((ids >= first) & (ids < end), ids, -1)
-    place = places[:, None] + member[None, :]
-    tl.store(ids_ptr + place, ids, mask=inside & (place < room))
-
-
-@triton.jit
 def list_chosen(
     chosen_ptr: tl.tensor,
     places_ptr: tl.tensor,
@@ -386,7 +329,7 @@ def list_chosen(
     room: tl.tensor,
     K: tl.constexpr,
 ) -> None:
-    """Lists the members of a program's selected clusters."""
+    """Lists the members of a program's selected clusters; -1 instead of those that are not searched."""
     for some in range(0, number, K.AT_ONCE):
         turn = some + tl.arange(0, K.AT_ONCE)
         cluster = tl.load(chosen_ptr + turn, mask=turn < number, other=0)
@@ -394,21 +337,21 @@ def list_chosen(
         begin = tl.load(offsets_ptr + cluster, mask=turn < number, other=0)
         held = tl.load(offsets_ptr + cluster + 1, mask=turn < number, other=0) - begin
         for skip in range(0, tl.max(held, 0), K.AT_MEMBER):
-            list_members(members_ptr, ids_ptr, begin, held, places, skip, first, end, room, K.AT_MEMBER)
+            member = skip + tl.arange(0, K.AT_MEMBER)
+            inside = member[None, :] < held[:, None]
+            ids = tl.load(members_ptr + begin[:, None] + member[None, :], mask=inside, other=-1)
+            ids = tl.where((ids >= first) & (ids < end), ids, -1)
+            place = places[:, None] + member[None, :]
+            tl.store(ids_ptr + place, ids, mask=inside & (place < room))
 
 
 @triton.jit(do_not_specialize=["width", "slots", "splits", "room"])
 def select_kernel(
     records_ptr: tl.tensor,
     logits_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    chosen_ptr: tl.tensor,
-    places_ptr: tl.tensor,
-    searched_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
+    sums: tl.tensor,
+    buffers: tl.tensor,
+    lists: tl.tensor,
     width: tl.tensor,
     slots: tl.tensor,
     splits: tl.tensor,
@@ -417,6 +360,8 @@ def select_kernel(
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (share of the clusters, row); shares are runs of 16 from all over the context."""
+    weights_ptr, chosen_ptr, places_ptr, searched_ptr = buffers
+    ids_ptr, counts_ptr = lists
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     row = tl.program_id(1)
@@ -440,19 +385,15 @@ def select_kernel(
     wait_for_launch(CHAINED)
     logits_row = logits_ptr + row.to(tl.int64) * width * K.GROUP
     weights_row = weights_ptr + row.to(tl.int64) * width
-    normaliser = normalisers(peaks_ptr, totals_ptr, row, slots, splits, K)
+    normaliser = normalisers(sums, row, slots, splits, K)
     weights, heaviest = weigh_all(logits_row, weights_row, normaliser, clusters, K)
-    least, above, draws = cut(
-        weights, sizes, weights_row, counted_ptr, clusters, heaviest, keep, row % K.HEADS, program, programs,
-        K
-    )  # fmt: skip
+    counted = (weights, sizes, weights_row, counted_ptr, clusters)
+    least, above, draws = cut(counted, heaviest, keep, row % K.HEADS, K)
     if differ:
         sizes = tl.load(sizes_ptr + at, mask=at < clusters, other=0)
     # What programs before this one list.
-    before = keys_from(
-        weights, sizes, weights_row, sizes_ptr, clusters, (least, above, draws), row % K.HEADS, program, programs,
-        K, False
-    )  # fmt: skip
+    whole = (weights, sizes, weights_row, sizes_ptr, clusters)
+    before = keys_from(whole, (least, above, draws), row % K.HEADS, K, False)
     lane = tl.arange(0, K.OWN)
     owned = ((lane // 16) * programs + program) * 16 + lane % 16
     own_weights = tl.load(weights_row + owned, mask=owned < clusters, other=0)

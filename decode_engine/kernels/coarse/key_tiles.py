@@ -70,35 +70,27 @@ def most_of(BITS: int) -> float:
 
 
 @gluon.jit
-def load_queries(
-    q_ptr: gl.tensor,
-    row: gl.tensor,
-    X: gl.constexpr,
-    GROUP: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-    TIMES: gl.constexpr,
-) -> gl.tensor:
+def load_queries(q_ptr: gl.tensor, row: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Queries, pairs of float16 numbers [8, 4, W / 2] for each eight columns and each code; and what one is, [X].
 
-    TIMES: that all of them stand beside each other.
+    P: that all of them stand beside each other.
     """
-    W: gl.constexpr = words_of(DIM, BITS)
+    W: gl.constexpr = words_of(K.DIM, K.BITS)
     r, q, own = lanes(W)
     queries: gl.tensor = ()
     units: gl.tensor = ()
-    for columns in gl.static_range(X // 8):
-        n = (r + 8 * columns) % (X // TIMES)
+    for columns in gl.static_range(K.X // 8):
+        n = (r + 8 * columns) % (K.X // K.P)
         loaded: gl.tensor = ()
         peaks = gl.full([8, 4, W], 1e-30, gl.float32, layout=register_layout(W))
-        for code in gl.static_range(code_count(BITS)):
-            at = (row * GROUP + n) * DIM + (q * W + own + code * 4 * W)
-            loaded += (gl.load(q_ptr + at, mask=(n < GROUP) & (q + own >= 0), other=0.0).to(gl.float32),)
+        for code in gl.static_range(code_count(K.BITS)):
+            at = (row * K.GROUP + n) * K.DIM + (q * W + own + code * 4 * W)
+            loaded += (gl.load(q_ptr + at, mask=(n < K.GROUP) & (q + own >= 0), other=0.0).to(gl.float32),)
             peaks = gl.maximum(peaks, gl.abs(loaded[code]))
         unit = gl.max(gl.max(peaks, 2), 1) / _LARGEST
         by = gl.expand_dims(gl.expand_dims(1.0 / unit, 1), 2)
         pairs: gl.tensor = ()
-        for code in gl.static_range(code_count(BITS)):
+        for code in gl.static_range(code_count(K.BITS)):
             both = gl.inline_asm_elementwise(
                 "cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 $1, $0;",
                 "=&r,=&r,r,r", [loaded[code] * by], dtype=gl.int32, is_pure=True, pack=2,
@@ -106,19 +98,19 @@ def load_queries(
             pairs += (halved(both, W)[0],)
         queries += (pairs,)
         units += (unit,)
-    return queries, joined(units, X)
+    return queries, joined(units, K)
 
 
 @gluon.jit
-def load_steps(keys_ptrs: gl.tensor, block: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
+def load_steps(keys_ptrs: gl.tensor, block: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Scales and offsets of a block of keys, pairs as queries are: nothing waits for them before they are folded."""
-    W: gl.constexpr = words_of(DIM, BITS)
+    W: gl.constexpr = words_of(K.DIM, K.BITS)
     r, q, own = lanes(W // 2)
     steps: gl.tensor = ()
     for part in gl.static_range(1, 3):
-        pairs_ptr = gl.multiple_of(keys_ptrs[part].to(gl.pointer_type(gl.int32)) + block * (DIM // 2), 16)
+        pairs_ptr = gl.multiple_of(keys_ptrs[part].to(gl.pointer_type(gl.int32)) + block * (K.DIM // 2), 16)
         loaded: gl.tensor = ()
-        for code in gl.static_range(code_count(BITS)):
+        for code in gl.static_range(code_count(K.BITS)):
             at = q * (W // 2) + (own + code * 2 * W) + r * 0
             loaded += (gl.load(pairs_ptr + at),)
         steps += (loaded,)
@@ -176,14 +168,14 @@ def rounding(factor: int) -> str:
 
 @gluon.jit
 def rounded(
-    product: gl.tensor, inverse: gl.tensor, above: gl.tensor, W: gl.constexpr, BITS: gl.constexpr
+    product: gl.tensor, inverse: gl.tensor, above: gl.tensor, W: gl.constexpr, K: gl.constexpr
 ) -> gl.tensor:
     """Bytes of a level's queries, W / 4 registers [8, 4]; what the level below adds; and what was lost, pairs.
 
     product: pairs, queries times scales; inverse: 1 over their unit; above: what the level above adds.
     """
     found, below, lost = gl.inline_asm_elementwise(
-        rounding(factor_of(BITS)), "=&r,=&r,=&r,r,r,r", [product, inverse, above],
+        rounding(factor_of(K.BITS)), "=&r,=&r,=&r,r,r,r", [product, inverse, above],
         dtype=(gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     first, second = halved(found, W // 2)
@@ -194,22 +186,20 @@ def rounded(
 
 
 @gluon.jit
-def fold(
-    queries: gl.tensor, steps: gl.tensor, X: gl.constexpr, DIM: gl.constexpr, BITS: gl.constexpr
-) -> gl.tensor:
+def fold(queries: gl.tensor, steps: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Queries times a block's scales, as bytes by columns, codes and words; what one is, and what offsets add, [X].
 
     Both are in units of the queries as they were loaded.
     """
-    W: gl.constexpr = words_of(DIM, BITS)
-    CODES: gl.constexpr = code_count(BITS)
-    LEVELS: gl.constexpr = level_codes(BITS)
+    W: gl.constexpr = words_of(K.DIM, K.BITS)
+    CODES: gl.constexpr = code_count(K.BITS)
+    LEVELS: gl.constexpr = level_codes(K.BITS)
     PAIRS: gl.constexpr = register_layout(W // 2)
     folded: gl.tensor = ()
     units: gl.tensor = ()
     added: gl.tensor = ()
     missing: gl.tensor = ()
-    for columns in gl.static_range(X // 8):
+    for columns in gl.static_range(K.X // 8):
         products: gl.tensor = ()
         for code in gl.static_range(CODES):
             products += (
@@ -222,13 +212,13 @@ def fold(
         # A float16 number, twice: what is a unit is 1 over that one.
         inverse = gl.inline_asm_elementwise(
             "{ .reg .b16 h; cvt.rn.f16.f32 h, $1; mov.b32 $0, {h, h}; }",
-            "=r,r", [most_of(BITS) / peak], dtype=gl.int32, is_pure=True, pack=1,
+            "=r,r", [most_of(K.BITS) / peak], dtype=gl.int32, is_pure=True, pack=1,
         )  # fmt: skip
         number = gl.inline_asm_elementwise(
             "{ .reg .b16 l; .reg .b16 h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }",
             "=r,r", [inverse], dtype=gl.float32, is_pure=True, pack=1,
         )  # fmt: skip
-        units += (least_of(BITS) / number,)
+        units += (least_of(K.BITS) / number,)
         nothing = gl.full([8, 4, W // 2], 0, gl.int32, layout=PAIRS)
         twice, _ = gl.broadcast(gl.expand_dims(gl.expand_dims(inverse, 1), 2), nothing)
         above: gl.tensor = ()
@@ -240,7 +230,7 @@ def fold(
             below: gl.tensor = ()
             for part in gl.static_range(len(LEVELS[0])):
                 product = products[LEVELS[len(LEVELS) - 1 - level][part]]
-                found, more, less = rounded(product, twice, above[part], W, BITS)
+                found, more, less = rounded(product, twice, above[part], W, K)
                 own += (found,)
                 below += (more,)
                 lost += (less,)
@@ -248,16 +238,16 @@ def fold(
         folded += (own,)
         added += (summed(queries[columns], steps[1], W),)
         # Of codes that are as large as they are on average; what is lost by the others differs from key to key.
-        average = gl.full([8, 4, W // 2], mean_code(BITS), gl.int32, layout=PAIRS)
+        average = gl.full([8, 4, W // 2], mean_code(K.BITS), gl.int32, layout=PAIRS)
         means: gl.tensor = ()
         for _ in gl.static_range(CODES):
             means += (average,)
         missing += (summed(lost, means, W),)
-    units_of_rows = joined(units, X)
+    units_of_rows = joined(units, K)
     return (
         folded,
         units_of_rows,
-        joined(added, X) + joined(missing, X) * (units_of_rows * (1 / least_of(BITS))),
+        joined(added, K) + joined(missing, K) * (units_of_rows * (1 / least_of(K.BITS))),
     )
 
 
@@ -283,9 +273,9 @@ def summed(queries: gl.tensor, offsets: gl.tensor, W: gl.constexpr) -> gl.tensor
 
 
 @gluon.jit
-def joined(parts: gl.tensor, X: gl.constexpr) -> gl.tensor:
+def joined(parts: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Numbers of query rows, eight at a time, as [X]."""
-    if X == 8:
+    if K.X == 8:
         return gl.convert_layout(parts[0], OF_ROWS)
     else:  # noqa: RET505 - the other branch is not compiled
         first = gl.convert_layout(parts[0], gl.SliceLayout(0, RESULT))
@@ -310,42 +300,33 @@ def key_layout(T: int, DIM: int, BITS: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def word_pointers(
-    ptr: gl.tensor,
-    base: gl.tensor,
-    T: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-    LANES: gl.constexpr,
-) -> gl.tensor:
+def word_pointers(ptr: gl.tensor, base: gl.tensor, K: gl.constexpr, LANES: gl.constexpr) -> gl.tensor:
     """To the words of T rows of codes from `base` on, [T, words as they come] in the order of `key_of`."""
-    ROW: gl.constexpr = row_words(DIM, BITS)
-    key = key_of(gl.arange(0, T, layout=gl.SliceLayout(1, LANES)), T)
-    word = gl.arange(0, held_words(DIM, BITS), layout=gl.SliceLayout(0, LANES))
+    ROW: gl.constexpr = row_words(K.DIM, K.BITS)
+    key = key_of(gl.arange(0, K.T, layout=gl.SliceLayout(1, LANES)), K.T)
+    word = gl.arange(0, held_words(K.DIM, K.BITS), layout=gl.SliceLayout(0, LANES))
     ptr = gl.multiple_of(ptr + base.to(gl.int64) * ROW, 16)
-    at = gl.expand_dims(key * ROW, 1) + gl.expand_dims(stored_word(word, DIM, BITS), 0)
+    at = gl.expand_dims(key * ROW, 1) + gl.expand_dims(stored_word(word, K.DIM, K.BITS), 0)
     return ptr + at
 
 
 @gluon.jit
-def load_key_words(
-    ptr: gl.tensor, base: gl.tensor, T: gl.constexpr, DIM: gl.constexpr, BITS: gl.constexpr
-) -> gl.tensor:
+def load_key_words(ptr: gl.tensor, base: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Words of T keys from `base` on."""
-    return gl.load(word_pointers(ptr, base, T, DIM, BITS, key_layout(T, DIM, BITS)))
+    return gl.load(word_pointers(ptr, base, K, key_layout(K.T, K.DIM, K.BITS)))
 
 
 @gluon.jit
-def key_sources(words: gl.tensor, T: gl.constexpr, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
+def key_sources(words: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Words of keys as registers [8, 4], by eights of keys, of what a level's codes are in, W / 4 each."""
-    W: gl.constexpr = words_of(DIM, BITS)
+    W: gl.constexpr = words_of(K.DIM, K.BITS)
     EACH: gl.constexpr = W // 4
     sources: gl.tensor = ()
-    if BITS == 3:
-        parts = gl.permute(gl.reshape(words, [T // 8, 8, 2, 4, EACH]), [1, 3, 0, 2, 4])
-        own = registers(gl.reshape(parts, [8, 4, T // 4 * EACH]), T // 4 * EACH)
+    if K.BITS == 3:
+        parts = gl.permute(gl.reshape(words, [K.T // 8, 8, 2, 4, EACH]), [1, 3, 0, 2, 4])
+        own = registers(gl.reshape(parts, [8, 4, K.T // 4 * EACH]), K.T // 4 * EACH)
         q = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, REGISTER)), 0)
-        for eight in gl.static_range(T // 8):
+        for eight in gl.static_range(K.T // 8):
             even: gl.tensor = ()
             odd: gl.tensor = ()
             for word in gl.static_range(EACH):
@@ -357,9 +338,9 @@ def key_sources(words: gl.tensor, T: gl.constexpr, DIM: gl.constexpr, BITS: gl.c
                 odd += (both[1],)
             sources += ((even, odd),)
     else:
-        parts = gl.permute(gl.reshape(words, [T // 8, 8, 4, EACH]), [1, 2, 0, 3])
-        own = registers(gl.reshape(parts, [8, 4, T // 8 * EACH]), T // 8 * EACH)
-        for eight in gl.static_range(T // 8):
+        parts = gl.permute(gl.reshape(words, [K.T // 8, 8, 4, EACH]), [1, 2, 0, 3])
+        own = registers(gl.reshape(parts, [8, 4, K.T // 8 * EACH]), K.T // 8 * EACH)
+        for eight in gl.static_range(K.T // 8):
             one: gl.tensor = ()
             for word in gl.static_range(EACH):
                 one += (own[eight * EACH + word],)
@@ -397,9 +378,9 @@ def times(sums: gl.tensor, BY: gl.constexpr) -> gl.tensor:
 
 
 @gluon.jit
-def of_part(folded: gl.tensor, part: gl.constexpr, P: gl.constexpr) -> gl.tensor:
+def of_part(folded: gl.tensor, part: gl.constexpr, K: gl.constexpr) -> gl.tensor:
     """Bytes of queries by columns, codes and words; 0 but in the part-th of P shares of eight columns."""
-    if P == 1:
+    if K.P == 1:
         return folded
     else:  # noqa: RET505 - the other branch is not compiled
         r = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, REGISTER)), 1)
@@ -407,44 +388,37 @@ def of_part(folded: gl.tensor, part: gl.constexpr, P: gl.constexpr) -> gl.tensor
         for code in gl.static_range(len(folded[0])):
             words: gl.tensor = ()
             for word in gl.static_range(len(folded[0][0])):
-                words += (gl.where(r // (8 // P) == part, folded[0][code][word], 0),)
+                words += (gl.where(r // (8 // K.P) == part, folded[0][code][word], 0),)
             own += (words,)
         return (own,)
 
 
 @gluon.jit
-def multiply_keys(
-    tiles: gl.tensor,
-    folded: gl.tensor,
-    T: gl.constexpr,
-    X: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-) -> gl.tensor:
+def multiply_keys(tiles: gl.tensor, folded: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Products [T, X] float32 of one or two tiles of keys, as words, with folded queries, added up.
 
     folded: for each tile. In units of `fold`.
     """
-    EACH: gl.constexpr = words_of(DIM, BITS) // 4
-    LEVELS: gl.constexpr = level_codes(BITS)
+    EACH: gl.constexpr = words_of(K.DIM, K.BITS) // 4
+    LEVELS: gl.constexpr = level_codes(K.BITS)
     sources: gl.tensor = ()
     for part in gl.static_range(len(tiles)):
-        sources += (key_sources(tiles[part], T, DIM, BITS),)
+        sources += (key_sources(tiles[part], K),)
     zero = gl.full([8, 4], 0, gl.int32, layout=REGISTER)
     by_columns: gl.tensor = ()
-    for columns in gl.static_range(X // 8):
+    for columns in gl.static_range(K.X // 8):
         by_rows: gl.tensor = ()
-        for sixteen in gl.static_range(T // 16):
+        for sixteen in gl.static_range(K.T // 16):
             sums = (zero, zero, zero, zero)
             for level in gl.static_range(len(LEVELS)):
                 if level > 0:
-                    sums = times(sums, factor_of(BITS))
+                    sums = times(sums, factor_of(K.BITS))
                 for part in gl.static_range(len(tiles)):
                     own = folded[part][columns]
                     for each in gl.static_range(len(LEVELS[0])):
                         upper, lower = sources[part][2 * sixteen][each], sources[part][2 * sixteen + 1][each]
                         bytes_ = own[(len(LEVELS) - 1 - level) * len(LEVELS[0]) + each]
-                        sums = multiply_bytes(upper, lower, bytes_, sums, EACH, level_mask(BITS, level))
+                        sums = multiply_bytes(upper, lower, bytes_, sums, EACH, level_mask(K.BITS, level))
             by_rows += (as_rows(sums),)
-        by_columns += (stacked(by_rows, T),)
-    return beside(by_columns, T, X).to(gl.float32)
+        by_columns += (stacked(by_rows, K.T),)
+    return beside(by_columns, K.T, K.X).to(gl.float32)

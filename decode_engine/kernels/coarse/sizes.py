@@ -7,10 +7,11 @@ programs that go over a row's copy (splits).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels.families import coarse_refusal
 from index_store.errors import InvalidArgumentError
@@ -85,6 +86,26 @@ def coarse_shape(device: torch.device, max_keys: int) -> CoarseShape:
     return CoarseShape(programs=4 * processors, samplers=32 if max_keys > 2**15 else 16)
 
 
+class CoarseConstants(NamedTuple):
+    """What kernels over codes are compiled for, with one record for all of their functions.
+
+    HEADS: KV heads. X: query rows of a product, GROUP of them real. P: tiles of keys that share one. Y: columns of
+    bytes of weights, for each of GROUPS groups of a value's channels. DIM: channels, in codes of BITS. T: keys of a
+    tile, AHEAD of which are on their way.
+    """
+
+    HEADS: gl.constexpr
+    GROUP: gl.constexpr
+    X: gl.constexpr
+    P: gl.constexpr
+    Y: gl.constexpr
+    DIM: gl.constexpr
+    BITS: gl.constexpr
+    GROUPS: gl.constexpr
+    T: gl.constexpr
+    AHEAD: gl.constexpr
+
+
 @dataclass(frozen=True, slots=True)
 class CoarseSizes:
     """One layer shape: everything that a kernel is compiled for.
@@ -104,11 +125,7 @@ class CoarseSizes:
 
     def __post_init__(self) -> None:
         refusal = coarse_refusal(
-            self.group,
-            self.head_dim,
-            (self.key_bits, self.value_bits),
-            self.value_groups,
-            self.max_keys,
+            self.group, self.head_dim, (self.key_bits, self.value_bits), self.value_groups, self.max_keys
         )
         if refusal is not None:
             raise InvalidArgumentError(refusal)
@@ -169,9 +186,20 @@ class CoarseSizes:
         """Keys that one of a row's programs goes over, at most."""
         return -(-self.blocks // self.splits(rows)) * BLOCK
 
-    def constants(self) -> dict[str, Any]:
-        """What all kernels are compiled for."""
-        return {"HEADS": self.kv_heads, "GROUP": self.group, "X": self.columns, "DIM": self.head_dim}
+    def constants(self, bits: int, tile: int, ahead: int = 0, together: bool = False) -> CoarseConstants:
+        """Of a kernel that goes over codes of so many bits. together: two tiles share a result where one fits twice."""
+        tiles = 2 if together and 2 * self.group <= self.columns else 1
+        numbers = (
+            self.kv_heads, self.group, self.columns, tiles, self.bytes, self.head_dim, bits, self.value_groups, tile,
+            ahead,
+        )  # fmt: skip
+        return CoarseConstants(*map(gl.constexpr, numbers))
+
+    def passes(self, keys: bool) -> CoarseConstants:
+        """Of kernels that go over all codes, of keys or of values."""
+        if keys:
+            return self.constants(self.key_bits, self.tile, self.shape.ahead, together=True)
+        return self.constants(self.value_bits, self.tile, self.shape.values_ahead)
 
     def launch(self, *, keys: bool) -> dict[str, Any]:
         """How kernels are launched that go over the copies, of keys or of values."""

@@ -109,9 +109,9 @@ def turned(words: gl.tensor) -> gl.tensor:
 
 
 @gluon.jit
-def bytes_of(words: gl.tensor, first: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
+def bytes_of(words: gl.tensor, first: gl.constexpr, K: gl.constexpr) -> gl.tensor:
     """Of four keys, by sets of codes: their words are those from `first` on, and behind them those with third bits."""
-    if BITS == 3:
+    if K.BITS == 3:
         r = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, REGISTER)), 1)
         even: gl.tensor = ()
         odd: gl.tensor = ()
@@ -128,44 +128,37 @@ def bytes_of(words: gl.tensor, first: gl.constexpr, BITS: gl.constexpr) -> gl.te
 
 
 @gluon.jit
-def value_sources(words: gl.tensor, T: gl.constexpr, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
+def value_sources(words: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Words of values as registers of four keys each: by sixteens of keys, words of a lane, sets of codes and bytes."""
-    OWN: gl.constexpr = words_of(DIM, BITS) // 8
-    PARTS: gl.constexpr = 2 if BITS == 3 else 1
-    COUNT: gl.constexpr = T // 4 * OWN * PARTS
+    OWN: gl.constexpr = words_of(K.DIM, K.BITS) // 8
+    PARTS: gl.constexpr = 2 if K.BITS == 3 else 1
+    COUNT: gl.constexpr = K.T // 4 * OWN * PARTS
     # By keys in their order: 4 q .. 4 q + 3 of each sixteen are lane q's.
-    by_keys = gl.permute(gl.reshape(words, [T // 8, 8, 8 * OWN * PARTS]), [1, 0, 2])
-    parts = gl.permute(gl.reshape(by_keys, [T // 16, 4, 4, PARTS, 8, OWN]), [4, 1, 0, 5, 3, 2])
+    by_keys = gl.permute(gl.reshape(words, [K.T // 8, 8, 8 * OWN * PARTS]), [1, 0, 2])
+    parts = gl.permute(gl.reshape(by_keys, [K.T // 16, 4, 4, PARTS, 8, OWN]), [4, 1, 0, 5, 3, 2])
     own = registers(gl.reshape(parts, [8, 4, COUNT]), COUNT)
     sources: gl.tensor = ()
-    for sixteen in gl.static_range(T // 16):
+    for sixteen in gl.static_range(K.T // 16):
         by_words: gl.tensor = ()
         for word in gl.static_range(OWN):
-            by_words += (bytes_of(own, (sixteen * OWN + word) * PARTS * 4, BITS),)
+            by_words += (bytes_of(own, (sixteen * OWN + word) * PARTS * 4, K),)
         sources += (by_words,)
     return sources
 
 
 @gluon.jit
-def weight_words(words: gl.tensor, T: gl.constexpr, Y: gl.constexpr) -> gl.tensor:
+def weight_words(words: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Words of weights as registers, by eights of columns and sixteens of keys."""
-    COUNT: gl.constexpr = Y // 8 * (T // 16)
-    parts = gl.permute(gl.reshape(words, [Y // 8, 8, T // 16, 4]), [1, 3, 0, 2])
+    COUNT: gl.constexpr = K.GROUPS * K.Y // 8 * (K.T // 16)
+    parts = gl.permute(gl.reshape(words, [K.GROUPS * K.Y // 8, 8, K.T // 16, 4]), [1, 3, 0, 2])
     return registers(gl.reshape(parts, [8, 4, COUNT]), COUNT)
 
 
 @gluon.jit
-def source_masked(
-    sources: gl.tensor,
-    plane: gl.constexpr,
-    upper: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-    GROUPS: gl.constexpr,
-) -> gl.tensor:
+def source_masked(sources: gl.tensor, plane: gl.constexpr, upper: gl.constexpr, K: gl.constexpr) -> gl.tensor:
     """Bytes of a plane's first or last eight places, of sixteen keys."""
-    SOURCE: gl.constexpr = source_of(plane, upper, DIM, BITS)
-    return sources[SOURCE[0]][SOURCE[1]][SOURCE[2]] & value_mask(SOURCE[3], BITS, GROUPS)
+    SOURCE: gl.constexpr = source_of(plane, upper, K.DIM, K.BITS)
+    return sources[SOURCE[0]][SOURCE[1]][SOURCE[2]] & value_mask(SOURCE[3], K.BITS, K.GROUPS)
 
 
 @gluon.jit
@@ -175,33 +168,30 @@ def multiply_plane(
     first: gl.constexpr,
     sums: gl.tensor,
     plane: gl.constexpr,
-    T: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-    GROUPS: gl.constexpr,
+    K: gl.constexpr,
 ) -> gl.tensor:
     """Adds products of a plane's bytes with eight columns of weights, from register `first` on."""
-    if T == 16:
+    if K.T == 16:
         sums = gl.inline_asm_elementwise(
             "mma.sync.aligned.m16n8k16.row.col.s32.u8.u8.s32 {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};",
             "=r,=r,=r,=r,r,r,r,r,r,r,r",
             [
-                source_masked(sources[0], plane, 0, DIM, BITS, GROUPS),
-                source_masked(sources[0], plane, 1, DIM, BITS, GROUPS),
+                source_masked(sources[0], plane, 0, K),
+                source_masked(sources[0], plane, 1, K),
                 weights[first], sums[0], sums[1], sums[2], sums[3],
             ],
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        for step in gl.static_range(T // 32):
+        for step in gl.static_range(K.T // 32):
             low, high = sources[2 * step], sources[2 * step + 1]
             sums = gl.inline_asm_elementwise(
                 "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
                 "{$10, $11, $12, $13};",
                 "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
                 [
-                    source_masked(low, plane, 0, DIM, BITS, GROUPS), source_masked(low, plane, 1, DIM, BITS, GROUPS),
-                    source_masked(high, plane, 0, DIM, BITS, GROUPS), source_masked(high, plane, 1, DIM, BITS, GROUPS),
+                    source_masked(low, plane, 0, K), source_masked(low, plane, 1, K),
+                    source_masked(high, plane, 0, K), source_masked(high, plane, 1, K),
                     weights[first + 2 * step], weights[first + 2 * step + 1], sums[0], sums[1], sums[2], sums[3],
                 ],
                 dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
@@ -217,19 +207,15 @@ def add_plane(
     unit: gl.tensor,
     plane: gl.constexpr,
     eight: gl.constexpr,
-    T: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    Y: gl.constexpr,
+    K: gl.constexpr,
 ) -> gl.tensor:
     """Adds to four sums of a plane, of the eight-th eight columns of query rows; each byte has its own columns."""
-    FIRST: gl.constexpr = (group_of(plane, DIM, BITS, GROUPS) * (Y // 8) + eight) * (T // 16)
-    LOWER: gl.constexpr = FIRST + Y // 16 * (T // 16)
+    FIRST: gl.constexpr = (group_of(plane, K.DIM, K.BITS, K.GROUPS) * (K.Y // 8) + eight) * (K.T // 16)
+    LOWER: gl.constexpr = FIRST + K.Y // 16 * (K.T // 16)
     zero = gl.full([8, 4], 0, gl.int32, layout=REGISTER)
-    upper = multiply_plane(sources, weights, FIRST, (zero, zero, zero, zero), plane, T, DIM, BITS, GROUPS)
+    upper = multiply_plane(sources, weights, FIRST, (zero, zero, zero, zero), plane, K)
     shifted = (upper[0] << 8, upper[1] << 8, upper[2] << 8, upper[3] << 8)
-    found = multiply_plane(sources, weights, LOWER, shifted, plane, T, DIM, BITS, GROUPS)
+    found = multiply_plane(sources, weights, LOWER, shifted, plane, K)
     more: gl.tensor = ()
     for part in gl.static_range(4):
         more += (before[part] + found[part].to(gl.float32) * unit,)
@@ -238,18 +224,11 @@ def add_plane(
 
 @gluon.jit
 def add_bytes(
-    pending: gl.tensor,
-    sources: gl.tensor,
-    weights: gl.tensor,
-    plane: gl.constexpr,
-    T: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-    GROUPS: gl.constexpr,
+    pending: gl.tensor, sources: gl.tensor, weights: gl.tensor, plane: gl.constexpr, K: gl.constexpr
 ) -> gl.tensor:
     """Adds to four integers of a plane, where both bytes are in eight columns."""
-    FIRST: gl.constexpr = group_of(plane, DIM, BITS, GROUPS) * (T // 16)
-    return multiply_plane(sources, weights, FIRST, pending, plane, T, DIM, BITS, GROUPS)
+    FIRST: gl.constexpr = group_of(plane, K.DIM, K.BITS, K.GROUPS) * (K.T // 16)
+    return multiply_plane(sources, weights, FIRST, pending, plane, K)
 
 
 @gluon.jit
@@ -259,57 +238,48 @@ def add_values(
     words: gl.tensor,
     weights: gl.tensor,
     unit: gl.tensor,
-    T: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    Y: gl.constexpr,
+    K: gl.constexpr,
 ) -> gl.tensor:
     """Adds values, as words, by weights, words [GROUPS * Y, T / 4]; new sums, and what is pending.
 
     unit: what 1 is among weights. Integers are pending where there are registers for them: one more tile adds at most
     255 * 255 * T.
     """
-    sources, own = value_sources(words, T, DIM, BITS), weight_words(weights, T, GROUPS * Y)
+    sources, own = value_sources(words, K), weight_words(weights, K)
     new: gl.tensor = ()
-    for plane in gl.static_range(plane_count(DIM)):
-        if Y == 8:
-            new += (add_bytes(pending[plane], sources, own, plane, T, DIM, BITS, GROUPS),)
+    for plane in gl.static_range(plane_count(K.DIM)):
+        if K.Y == 8:
+            new += (add_bytes(pending[plane], sources, own, plane, K),)
         else:
-            for eight in gl.static_range(Y // 16):
-                before = sums[plane * (Y // 16) + eight]
-                new += (add_plane(before, sources, own, unit, plane, eight, T, DIM, BITS, GROUPS, Y),)
-    if Y == 8:
+            for eight in gl.static_range(K.Y // 16):
+                before = sums[plane * (K.Y // 16) + eight]
+                new += (add_plane(before, sources, own, unit, plane, eight, K),)
+    if K.Y == 8:
         return sums, new
     else:  # noqa: RET505 - the other branch is not compiled
         return new, pending
 
 
 @gluon.jit
-def no_values_yet(X: gl.constexpr, DIM: gl.constexpr) -> gl.tensor:
+def no_values_yet(K: gl.constexpr) -> gl.tensor:
     """Sums of planes [16, X], before the first row."""
-    zero = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
+    zero = gl.full([16, K.X], 0.0, gl.float32, layout=RESULT)
     sums: gl.tensor = ()
-    for _ in gl.static_range(plane_count(DIM)):
+    for _ in gl.static_range(plane_count(K.DIM)):
         sums += (zero,)
     return sums
 
 
 @gluon.jit
 def store_sums(
-    sums_ptr: gl.tensor,
-    sums: gl.tensor,
-    at: gl.tensor,
-    there: gl.tensor,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
+    sums_ptr: gl.tensor, sums: gl.tensor, at: gl.tensor, there: gl.tensor, K: gl.constexpr
 ) -> None:
     """Writes sums of values, by planes, [X, DIM] from places `at` [X] on, where they are there."""
     row = gl.arange(0, 16, layout=OF_KEYS)
-    PLACES: gl.constexpr = value_places(DIM, BITS)
-    for plane in gl.static_range(plane_count(DIM)):
+    PLACES: gl.constexpr = value_places(K.DIM, K.BITS)
+    for plane in gl.static_range(plane_count(K.DIM)):
         channel = channels_of(plane, row, PLACES)
-        into = sums_ptr + (gl.expand_dims(at * DIM, 0) + gl.expand_dims(channel, 1))
+        into = sums_ptr + (gl.expand_dims(at * K.DIM, 0) + gl.expand_dims(channel, 1))
         gl.store(into, sums[plane], mask=gl.expand_dims(there, 0) & gl.expand_dims(channel >= 0, 1))
 
 
@@ -318,22 +288,22 @@ _UPPER = gl.constexpr(256.0)
 
 
 @gluon.jit
-def no_sums_yet(Y: gl.constexpr, DIM: gl.constexpr) -> gl.tensor:
+def no_sums_yet(K: gl.constexpr) -> gl.tensor:
     """Sums of bytes, before the first tile: four registers for each plane and for each eight columns of query rows."""
     zero = gl.full([8, 4], 0.0, gl.float32, layout=REGISTER)
-    EIGHTS: gl.constexpr = max(Y // 16, 1)
+    EIGHTS: gl.constexpr = max(K.Y // 16, 1)
     sums: gl.tensor = ()
-    for _ in gl.static_range(plane_count(DIM) * EIGHTS):
+    for _ in gl.static_range(plane_count(K.DIM) * EIGHTS):
         sums += ((zero, zero, zero, zero),)
     return sums
 
 
 @gluon.jit
-def nothing_pending(Y: gl.constexpr, DIM: gl.constexpr) -> gl.tensor:
+def nothing_pending(K: gl.constexpr) -> gl.tensor:
     """Integers that are still to be added to sums, where both bytes are in eight columns: four registers a plane."""
     zero = gl.full([8, 4], 0, gl.int32, layout=REGISTER)
     pending: gl.tensor = ()
-    for _ in gl.static_range(plane_count(DIM) if Y == 8 else 0):
+    for _ in gl.static_range(plane_count(K.DIM) if K.Y == 8 else 0):
         pending += ((zero, zero, zero, zero),)
     return pending
 
@@ -358,50 +328,41 @@ def add_pending(sums: gl.tensor, pending: gl.tensor, unit: gl.tensor) -> gl.tens
 
 
 @gluon.jit
-def bytes_as_rows(sums: gl.tensor, plane: gl.constexpr, X: gl.constexpr, Y: gl.constexpr) -> gl.tensor:
+def bytes_as_rows(sums: gl.tensor, plane: gl.constexpr, K: gl.constexpr) -> gl.tensor:
     """A plane's sums of bytes, [16, X]."""
-    if Y == 8:
+    if K.Y == 8:
         apart = gl.reshape(as_rows(sums[plane]), [16, 2, 4])
         both = gl.expand_dims(gl.sum(apart, 1), 1)
         _, both = gl.broadcast(apart, both)
         return gl.convert_layout(gl.reshape(both, [16, 8]), RESULT)
     else:  # noqa: RET505 - the other branch is not compiled
-        EIGHTS: gl.constexpr = X // 8
+        EIGHTS: gl.constexpr = K.X // 8
         parts: gl.tensor = ()
         for eight in gl.static_range(EIGHTS):
             parts += (as_rows(sums[plane * EIGHTS + eight]),)
-        return beside(parts, 16, X)
+        return beside(parts, 16, K.X)
 
 
 @gluon.jit
-def of_code_alone(
-    found: gl.tensor, plane: gl.constexpr, BITS: gl.constexpr, GROUPS: gl.constexpr
-) -> gl.tensor:
+def of_code_alone(found: gl.tensor, plane: gl.constexpr, K: gl.constexpr) -> gl.tensor:
     """A plane's sums without what codes below its own in a byte have added. found: those of all planes."""
-    SETS: gl.constexpr = len(level_codes(BITS)[0])
+    SETS: gl.constexpr = len(level_codes(K.BITS)[0])
     # The lowest bits of a plane's number say which code it is of.
-    LEVEL: gl.constexpr = plane % code_count(BITS) // SETS
+    LEVEL: gl.constexpr = plane % code_count(K.BITS) // SETS
     own = found[plane]
-    if first_level(LEVEL, BITS, GROUPS) < LEVEL:
+    if first_level(LEVEL, K.BITS, K.GROUPS) < LEVEL:
         own -= found[plane - SETS]
-    return own * (1.0 / factor_of(BITS) ** LEVEL)
+    return own * (1.0 / factor_of(K.BITS) ** LEVEL)
 
 
 @gluon.jit
-def values_of(
-    sums: gl.tensor,
-    evens: gl.tensor,
-    X: gl.constexpr,
-    Y: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-) -> gl.tensor:
+def values_of(sums: gl.tensor, evens: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Sums of values, by planes [16, X], of those of bytes; evens: add to all channels of each group, [X]."""
     found: gl.tensor = ()
-    for plane in gl.static_range(plane_count(DIM)):
-        found += (bytes_as_rows(sums, plane, X, Y),)
+    for plane in gl.static_range(plane_count(K.DIM)):
+        found += (bytes_as_rows(sums, plane, K),)
     plain: gl.tensor = ()
-    for plane in gl.static_range(plane_count(DIM)):
-        even = evens[group_of(plane, DIM, BITS, len(evens))]
-        plain += (of_code_alone(found, plane, BITS, len(evens)) + gl.expand_dims(even, 0),)
+    for plane in gl.static_range(plane_count(K.DIM)):
+        even = evens[group_of(plane, K.DIM, K.BITS, len(evens))]
+        plain += (of_code_alone(found, plane, K) + gl.expand_dims(even, 0),)
     return plain

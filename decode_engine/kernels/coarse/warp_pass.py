@@ -23,6 +23,8 @@ channels of a value, 1 or 2.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -63,12 +65,6 @@ _BLOCK = gl.constexpr(BLOCK)
 
 
 @gluon.constexpr_function
-def tiles_together(X: int, GROUP: int) -> int:
-    """P."""
-    return 2 if 2 * GROUP <= X else 1
-
-
-@gluon.constexpr_function
 def scored_layout(T: int, X: int, P: int) -> gl.DistributedLinearLayout:
     """Of a result's numbers by tiles, [T, P, C]; they stay where they are."""
     more = [[0, 0, 8]] if X > 8 else []
@@ -86,18 +82,18 @@ def scored_keys_layout(T: int, X: int, P: int) -> gl.SliceLayout:
 
 
 @gluon.jit
-def new_scores(T: gl.constexpr, X: gl.constexpr, P: gl.constexpr) -> gl.shared_memory_descriptor:
+def new_scores(K: gl.constexpr) -> gl.shared_memory_descriptor:
     """Room for the results of a block, [results, T, X]."""
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return gl.allocate_shared_memory(gl.float32, [_BLOCK // (P * T), T, X], rows)
+    return gl.allocate_shared_memory(gl.float32, [_BLOCK // (K.P * K.T), K.T, K.X], rows)
 
 
 @gluon.jit
-def tile_after(tile: gl.tensor, TILES: gl.constexpr, inner: gl.tensor, T: gl.constexpr) -> gl.tensor:
+def tile_after(tile: gl.tensor, TILES: gl.constexpr, inner: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """First key of a program's tile that comes TILES tiles after that which begins with key `tile`, the key `inner` of
     its block."""
-    blocks = (inner + TILES * T) // _BLOCK
-    return tile + TILES * T - blocks * ((gl.num_programs(0) + 1) * _BLOCK)
+    blocks = (inner + TILES * K.T) // _BLOCK
+    return tile + TILES * K.T - blocks * ((gl.num_programs(0) + 1) * _BLOCK)
 
 
 @gluon.jit
@@ -111,12 +107,7 @@ def score_block(
     folded: gl.tensor,
     units: gl.tensor,
     added: gl.tensor,
-    T: gl.constexpr,
-    X: gl.constexpr,
-    P: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-    AHEAD: gl.constexpr,
+    K: gl.constexpr,
 ) -> None:
     """Leaves a block's logits, in units of log2; has the program's next tiles copied.
 
@@ -126,31 +117,31 @@ def score_block(
     """
     start, beyond, last = bounds
     shares: gl.tensor = ()
-    for part in gl.static_range(P):
-        shares += (of_part(folded, part, P),)
-    for within in range(0, _BLOCK, P * T):
+    for part in gl.static_range(K.P):
+        shares += (of_part(folded, part, K),)
+    for within in range(0, _BLOCK, K.P * K.T):
         tiles: gl.tensor = ()
-        for part in gl.static_range(P):
-            inner = within + part * T
-            now = turn + inner // T
-            wait_for_copies(AHEAD - 1)
-            tiles += (ring.index(now % (AHEAD + 1)).load(key_layout(T, DIM, BITS)),)
-            later = tile_after(block * _BLOCK + inner, AHEAD, inner, T)
+        for part in gl.static_range(K.P):
+            inner = within + part * K.T
+            now = turn + inner // K.T
+            wait_for_copies(K.AHEAD - 1)
+            tiles += (ring.index(now % (K.AHEAD + 1)).load(key_layout(K.T, K.DIM, K.BITS)),)
+            later = tile_after(block * _BLOCK + inner, K.AHEAD, inner, K)
             copy_tile(
-                ring, now + AHEAD, codes_ptr, gl.minimum(later, last), (later >= start) & (later < beyond),
-                T, DIM, BITS, AHEAD,
+                ring, now + K.AHEAD, codes_ptr, gl.minimum(later, last), (later >= start) & (later < beyond),
+                K,
             )  # fmt: skip
             end_of_copies()
-        products = multiply_keys(tiles, shares, T, X, DIM, BITS)
+        products = multiply_keys(tiles, shares, K)
         logits = gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(added, 0))
-        scores.index(within // (P * T)).store(logits)
+        scores.index(within // (K.P * K.T)).store(logits)
 
 
 @gluon.jit
-def by_tiles(numbers: gl.tensor, T: gl.constexpr, X: gl.constexpr, P: gl.constexpr) -> gl.tensor:
+def by_tiles(numbers: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """A result as [T, P, C]."""
-    LAYOUT: gl.constexpr = scored_layout(T, X, P)
-    return gl.convert_layout(gl.reshape(numbers, [T, P, X // P]), LAYOUT, assert_trivial=True)
+    LAYOUT: gl.constexpr = scored_layout(K.T, K.X, K.P)
+    return gl.convert_layout(gl.reshape(numbers, [K.T, K.P, K.X // K.P]), LAYOUT, assert_trivial=True)
 
 
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -175,17 +166,17 @@ def bytes_layout(T: int, X: int, P: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def load_value_steps(steps_ptrs: gl.tensor, key: gl.tensor, GROUPS: gl.constexpr) -> gl.tensor:
+def load_value_steps(steps_ptrs: gl.tensor, key: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Bits of the scales of keys' values, by groups of channels, and then of their offsets; each as many as keys.
 
     Halves of registers would be put together, and waited for.
     """
     loaded: gl.tensor = ()
     for part in gl.static_range(2):
-        for group in gl.static_range(GROUPS):
+        for group in gl.static_range(K.GROUPS):
             loaded += (
                 gl.inline_asm_elementwise(
-                    "ld.global.nc.u16 $0, [$1];", "=r,l", [(steps_ptrs[part] + (key * GROUPS + group)).to(gl.int64)],
+                    "ld.global.nc.u16 $0, [$1];", "=r,l", [(steps_ptrs[part] + (key * K.GROUPS + group)).to(gl.int64)],
                     dtype=gl.int32, is_pure=True, pack=1,
                 ),
             )  # fmt: skip
@@ -218,24 +209,24 @@ def shape_by_registers(T: int, X: int, P: int) -> list[int]:
 
 
 @gluon.jit
-def largest_of_lanes(numbers: gl.tensor, T: gl.constexpr, X: gl.constexpr, P: gl.constexpr) -> gl.tensor:
+def largest_of_lanes(numbers: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Bits of the largest numbers, which are not negative, of each of 32 lanes, [8, P, 4 / P] int32."""
-    bits = gl.reshape(numbers.to(gl.int32, bitcast=True), shape_by_registers(T, X, P))
+    bits = gl.reshape(numbers.to(gl.int32, bitcast=True), shape_by_registers(K.T, K.X, K.P))
     return gl.max(gl.max(gl.max(bits, 5), 3), 0)
 
 
 @gluon.jit
-def largest_of_all(bits: gl.tensor, heavy: gl.tensor, P: gl.constexpr) -> gl.tensor:
+def largest_of_all(bits: gl.tensor, heavy: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """The largest float32 number of heavy tiles. bits: by lanes."""
     LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [],
-        [[0, 0, 1], [0, 0, 2] if P == 1 else [0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[0, 0, 1], [0, 0, 2] if K.P == 1 else [0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         [],
         [],
-        [8, P, 4 // P],
+        [8, K.P, 4 // K.P],
     )
-    part = gl.arange(0, P, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    there = gl.expand_dims(gl.expand_dims(gl.where(part > 0, heavy[P - 1], heavy[0]) > 0, 0), 2)
+    part = gl.arange(0, K.P, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    there = gl.expand_dims(gl.expand_dims(gl.where(part > 0, heavy[K.P - 1], heavy[0]) > 0, 0), 2)
     bits = gl.where(there, gl.convert_layout(bits, LAYOUT, assert_trivial=True), 0)
     return gl.max(gl.reshape(bits, [32]), 0).to(gl.float32, bitcast=True)
 
@@ -248,14 +239,14 @@ def unit_above(number: gl.tensor) -> gl.tensor:
 
 
 @gluon.jit
-def thresholds(T: gl.constexpr, X: gl.constexpr, P: gl.constexpr) -> gl.tensor:
+def thresholds(K: gl.constexpr) -> gl.tensor:
     """From which part of one on weights of a tile's keys are rounded up, beside _WHOLE: 1 - this, evenly spread, [T].
 
     All weights far below a unit would be rounded down, and those of a flat context are many.
     """
-    key = key_of(gl.arange(0, T, layout=gl.SliceLayout(1, scored_keys_layout(T, X, P))), T)
+    key = key_of(gl.arange(0, K.T, layout=gl.SliceLayout(1, scored_keys_layout(K.T, K.X, K.P))), K.T)
     turned = (key & 1) << 4 | (key & 2) << 2 | (key & 4) | (key & 8) >> 2 | (key & 16) >> 4
-    return _WHOLE + (turned.to(gl.float32) + max(16 / T, 0.5)) * (1 / 32)
+    return _WHOLE + (turned.to(gl.float32) + max(16 / K.T, 0.5)) * (1 / 32)
 
 
 @gluon.jit
@@ -267,9 +258,7 @@ def store_weights(
     scales: gl.tensor,
     unit: gl.tensor,
     above: gl.tensor,
-    T: gl.constexpr,
-    X: gl.constexpr,
-    P: gl.constexpr,
+    K: gl.constexpr,
 ) -> gl.tensor:
     """Leaves those of P tiles that are heavy (int32, 0 or 1), as the tile-th and the next of all from ptr on.
 
@@ -278,42 +267,42 @@ def store_weights(
     bits: before the first tile, and where scales are larger than they were. above: bits of a number that weights are
     below, mostly.
     """
-    LAYOUT: gl.constexpr = bytes_layout(T, X, P)
-    C: gl.constexpr = X // P
-    EACH: gl.constexpr = 2 * C * T * len(scales)
+    LAYOUT: gl.constexpr = bytes_layout(K.T, K.X, K.P)
+    C: gl.constexpr = K.X // K.P
+    EACH: gl.constexpr = 2 * C * K.T * len(scales)
     products: gl.tensor = ()
     for group in gl.static_range(len(scales)):
         products += (weights * gl.expand_dims(scales[group], 2),)
-    lanes = largest_of_lanes(products[0], T, X, P)
+    lanes = largest_of_lanes(products[0], K)
     for group in gl.static_range(1, len(scales)):
-        lanes = gl.maximum(lanes, largest_of_lanes(products[group], T, X, P))
-    largest = largest_of_all(lanes, heavy, P)
+        lanes = gl.maximum(lanes, largest_of_lanes(products[group], K))
+    largest = largest_of_all(lanes, heavy, K)
     if largest > unit * _MOST:
         bound = gl.where((above > 0) & (above < _INFINITE), above, 0).to(gl.float32, bitcast=True)
         at_most = largest
         for group in gl.static_range(len(scales)):
-            by_lanes = largest_of_lanes(gl.expand_dims(scales[group], 2) + weights * 0.0, T, X, P)
-            at_most = gl.maximum(at_most, largest_of_all(by_lanes, heavy, P) * bound)
+            by_lanes = largest_of_lanes(gl.expand_dims(scales[group], 2) + weights * 0.0, K)
+            at_most = gl.maximum(at_most, largest_of_all(by_lanes, heavy, K) * bound)
         unit = unit_above(at_most)
     inverse = (0x7F000000 - unit.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
     r = gl.arange(0, 8, layout=_axis(0, LAYOUT))
-    own = gl.arange(0, T // 8, layout=_axis(1, LAYOUT))
-    part = gl.arange(0, P, layout=_axis(2, LAYOUT))
+    own = gl.arange(0, K.T // 8, layout=_axis(1, LAYOUT))
+    part = gl.arange(0, K.P, layout=_axis(2, LAYOUT))
     column = gl.arange(0, C, layout=_axis(3, LAYOUT))
-    key = _along(r * (T // 8), 0) + _along(own, 1)
+    key = _along(r * (K.T // 8), 0) + _along(own, 1)
     behind = gl.where(part > 0, heavy[0] * EACH, 0)
-    there = gl.where(part > 0, heavy[P - 1], heavy[0]) > 0
+    there = gl.where(part > 0, heavy[K.P - 1], heavy[0]) > 0
     mask = _along(there, 2) & (key >= 0) & (_along(column, 3) >= 0)
     # Here, so that the store is known to be aligned.
     ptr = gl.multiple_of(ptr + tile * EACH, 16)
-    rounding = gl.expand_dims(gl.expand_dims(thresholds(T, X, P), 1), 2)
+    rounding = gl.expand_dims(gl.expand_dims(thresholds(K), 1), 2)
     for group in gl.static_range(len(scales)):
         bits = (products[group] * inverse + rounding).to(gl.int32, bitcast=True)
-        by_keys = gl.permute(gl.reshape(bits, [T // 8, 8, P, C]), [1, 0, 2, 3])
+        by_keys = gl.permute(gl.reshape(bits, [K.T // 8, 8, K.P, C]), [1, 0, 2, 3])
         lower, upper = two_bytes(gl.convert_layout(by_keys, LAYOUT))
-        into = ptr + (_along(behind, 2) + (_along(column, 3) + 2 * group * C) * T + key)
+        into = ptr + (_along(behind, 2) + (_along(column, 3) + 2 * group * C) * K.T + key)
         gl.store(into, upper, mask=mask)
-        gl.store(into + C * T, lower, mask=mask)
+        gl.store(into + C * K.T, lower, mask=mask)
     return unit
 
 
@@ -343,10 +332,11 @@ def copied_layout(T: int, Y: int) -> gl.BlockedLayout:
 
 
 @gluon.jit
-def new_weights_ring(T: gl.constexpr, Y: gl.constexpr, AHEAD: gl.constexpr) -> gl.shared_memory_descriptor:
+def new_weights_ring(K: gl.constexpr) -> gl.shared_memory_descriptor:
     """Room for the weights of a tile and of AHEAD that are on their way, in words of four keys."""
+    COLUMNS: gl.constexpr = K.GROUPS * K.Y
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return gl.allocate_shared_memory(gl.int32, [AHEAD + 1, Y, T // 4], rows)
+    return gl.allocate_shared_memory(gl.int32, [K.AHEAD + 1, COLUMNS, K.T // 4], rows)
 
 
 @gluon.jit
@@ -356,31 +346,27 @@ def copy_weights(
     ptr: gl.tensor,
     tile: gl.tensor,
     there: gl.tensor,
-    T: gl.constexpr,
-    Y: gl.constexpr,
-    AHEAD: gl.constexpr,
+    K: gl.constexpr,
 ) -> None:
-    """Has the weights of the tile-th tile from ptr on, in words, copied as the turn-th, if there are any.
-
-    Y: columns of bytes, of all groups of channels.
-    """
-    LAYOUT: gl.constexpr = copied_layout(T, Y)
-    row = gl.expand_dims(gl.arange(0, Y, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    word = gl.expand_dims(gl.arange(0, T // 4, layout=gl.SliceLayout(0, LAYOUT)), 0)
-    ptr = gl.multiple_of(ptr + tile.to(gl.int64) * (Y * T // 4), 16)
+    """Has the weights of the tile-th tile from ptr on, in words, copied as the turn-th, if there are any."""
+    COLUMNS: gl.constexpr = K.GROUPS * K.Y
+    LAYOUT: gl.constexpr = copied_layout(K.T, COLUMNS)
+    row = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    word = gl.expand_dims(gl.arange(0, K.T // 4, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    ptr = gl.multiple_of(ptr + tile.to(gl.int64) * (COLUMNS * K.T // 4), 16)
     async_copy.async_copy_global_to_shared(
-        ring.index(turn % (AHEAD + 1)), ptr + (row * (T // 4) + word), mask=there
+        ring.index(turn % (K.AHEAD + 1)), ptr + (row * (K.T // 4) + word), mask=there
     )
 
 
 @gluon.jit
-def by_registers(numbers: gl.tensor, T: gl.constexpr, X: gl.constexpr, P: gl.constexpr) -> gl.tensor:
+def by_registers(numbers: gl.tensor, T: gl.constexpr, K: gl.constexpr) -> gl.tensor:
     """Numbers of tiles' keys, [T, P], as [8, P] for each register of a lane."""
     if T == 8:
-        return (gl.convert_layout(numbers, scored_keys_layout(8, X, P)),)
+        return (gl.convert_layout(numbers, scored_keys_layout(8, K.X, K.P)),)
     else:  # noqa: RET505 - the other branch is not compiled
-        low, high = gl.split(gl.permute(gl.reshape(numbers, [2, T // 2, P]), [1, 2, 0]))
-        return by_registers(low, T // 2, X, P) + by_registers(high, T // 2, X, P)
+        low, high = gl.split(gl.permute(gl.reshape(numbers, [2, T // 2, K.P]), [1, 2, 0]))
+        return by_registers(low, T // 2, K) + by_registers(high, T // 2, K)
 
 
 @gluon.constexpr_function
@@ -394,9 +380,9 @@ def ballot(P: int) -> str:
 
 
 @gluon.jit
-def voted(kept: gl.tensor, P: gl.constexpr) -> gl.tensor:
+def voted(kept: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Which lanes' keys are kept, [8, P] int32: bits for the lanes that have a key, 2 p + 4 k."""
-    return gl.inline_asm_elementwise(ballot(P), "=r,r", [kept], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(ballot(K.P), "=r,r", [kept], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -408,9 +394,9 @@ def counted(votes: gl.tensor) -> gl.tensor:
 
 
 @gluon.jit
-def nothing_listed(X: gl.constexpr, P: gl.constexpr) -> gl.tensor:
+def nothing_listed(K: gl.constexpr) -> gl.tensor:
     """How many keys are listed, [8, P] int32 of one number."""
-    return gl.full([8, P], 0, gl.int32, layout=scored_keys_layout(8, X, P))
+    return gl.full([8, K.P], 0, gl.int32, layout=scored_keys_layout(8, K.X, K.P))
 
 
 @gluon.jit
@@ -421,29 +407,23 @@ def one_of(numbers: gl.tensor) -> gl.tensor:
 
 @gluon.jit
 def list_keys(
-    ids_ptr: gl.tensor,
-    count: gl.tensor,
-    kept: gl.tensor,
-    key: gl.tensor,
-    T: gl.constexpr,
-    X: gl.constexpr,
-    P: gl.constexpr,
+    ids_ptr: gl.tensor, count: gl.tensor, kept: gl.tensor, key: gl.tensor, K: gl.constexpr
 ) -> gl.tensor:
     """Appends P tiles' keys that are kept (int32, 0 or 1) to a list, ascending; the new count, [8, P] of one."""
-    LAYOUT: gl.constexpr = scored_keys_layout(8, X, P)
-    marks, ids = by_registers(kept, T, X, P), by_registers(key, T, X, P)
-    half = gl.expand_dims(gl.arange(0, P, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    LAYOUT: gl.constexpr = scored_keys_layout(8, K.X, K.P)
+    marks, ids = by_registers(kept, K.T, K), by_registers(key, K.T, K)
+    half = gl.expand_dims(gl.arange(0, K.P, layout=gl.SliceLayout(0, LAYOUT)), 0)
     lane = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT)), 1) * 4 + half * 2
-    earlier = (gl.full([8, P], 1, gl.int32, layout=LAYOUT) << lane) - 1
-    earlier = earlier & (gl.full([8, P], 0x11111111, gl.int32, layout=LAYOUT) << (lane & 2))
+    earlier = (gl.full([8, K.P], 1, gl.int32, layout=LAYOUT) << lane) - 1
+    earlier = earlier & (gl.full([8, K.P], 0x11111111, gl.int32, layout=LAYOUT) << (lane & 2))
     place, total = count, count
-    for part in gl.static_range(T // 8):  # a lane's keys follow one another
-        votes = voted(marks[part], P)
+    for part in gl.static_range(K.T // 8):  # a lane's keys follow one another
+        votes = voted(marks[part], K)
         place += counted(votes & earlier)
         total += counted(votes)
-        if P == 2:
+        if K.P == 2:
             place += gl.where((lane & 2) > 0, counted(votes & 0x11111111), 0)
-    for part in gl.static_range(T // 8):
+    for part in gl.static_range(K.T // 8):
         gl.store(ids_ptr + place, ids[part], mask=marks[part] > 0)
         place += marks[part]
     return total
@@ -500,30 +480,25 @@ def kept_keys(
 
 @gluon.jit
 def reference_weights(
-    normalisers_ptr: gl.tensor,
-    row: gl.tensor,
-    searches: gl.tensor,
-    X: gl.constexpr,
-    GROUP: gl.constexpr,
-    TIMES: gl.constexpr,
+    normalisers_ptr: gl.tensor, row: gl.tensor, searches: gl.tensor, K: gl.constexpr
 ) -> gl.tensor:
     """What weights are relative to, [X] in units of log2: no peak has to be found among coded keys.
 
-    -inf where nothing is searched, and inf for rows that only pad the tile, which weigh nothing. TIMES: that all rows
+    -inf where nothing is searched, and inf for rows that only pad the tile, which weigh nothing. P: that all rows
     stand beside each other.
     """
-    n = gl.arange(0, X, layout=OF_ROWS) % (X // TIMES)
-    at = normalisers_ptr + row * GROUP + n
+    n = gl.arange(0, K.X, layout=OF_ROWS) % (K.X // K.P)
+    at = normalisers_ptr + row * K.GROUP + n
     # Past the first-level cache, as cuts are.
-    normalisers = gl.load(at, mask=n < GROUP, other=float("inf"), cache_modifier=".cg")
+    normalisers = gl.load(at, mask=n < K.GROUP, other=float("inf"), cache_modifier=".cg")
     return gl.where(searches, normalisers, float("-inf"))
 
 
 @gluon.jit
-def over_eights(numbers: gl.tensor, T: gl.constexpr, X: gl.constexpr, P: gl.constexpr) -> gl.tensor:
+def over_eights(numbers: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Sums over a lane's keys, [8, P, C], of [T, P, C]."""
-    summed = gl.sum(gl.reshape(numbers, [T // 8, 8, P, X // P]), 0)
-    return gl.convert_layout(summed, scored_layout(8, X, P), assert_trivial=True)
+    summed = gl.sum(gl.reshape(numbers, [K.T // 8, 8, K.P, K.X // K.P]), 0)
+    return gl.convert_layout(summed, scored_layout(8, K.X, K.P), assert_trivial=True)
 
 
 @gluon.jit
@@ -536,10 +511,7 @@ def leave_weights(
     above: gl.tensor,
     begins: gl.tensor,
     steps: gl.tensor,
-    T: gl.constexpr,
-    X: gl.constexpr,
-    GROUPS: gl.constexpr,
-    P: gl.constexpr,
+    K: gl.constexpr,
 ) -> gl.tensor:
     """Leaves weights [T, P, C] of those of P tiles whose values are read, in `ptrs`: to weights, and to tiles.
 
@@ -549,29 +521,29 @@ def leave_weights(
     tile. steps: scales and offsets of the values, as loaded.
     """
     weighed, unit, sums = left
-    LAYOUT: gl.constexpr = scored_keys_layout(T, X, P)
-    part_of = gl.arange(0, P, layout=gl.SliceLayout(0, LAYOUT))
+    LAYOUT: gl.constexpr = scored_keys_layout(K.T, K.X, K.P)
+    part_of = gl.arange(0, K.P, layout=gl.SliceLayout(0, LAYOUT))
     heavy: gl.tensor = ()
-    for part in gl.static_range(P):
+    for part in gl.static_range(K.P):
         own = gl.max(gl.where(part_of == part, of_tiles, 0.0), 0)
         heavy += ((own >= enough).to(gl.int32),)
-    many = heavy[0] + (heavy[1] if P == 2 else 0)
+    many = heavy[0] + (heavy[1] if K.P == 2 else 0)
     if many > 0:
         scales: gl.tensor = ()
-        for group in gl.static_range(GROUPS):
+        for group in gl.static_range(K.GROUPS):
             scales += (as_float(steps[group]),)
-        unit = store_weights(ptrs[0], weighed, weights, heavy, scales, unit, above, T, X, P)
+        unit = store_weights(ptrs[0], weighed, weights, heavy, scales, unit, above, K)
         into = ptrs[1] + 2 * weighed
-        for part in gl.static_range(P):
+        for part in gl.static_range(K.P):
             gl.store(into, begins[part], mask=heavy[part] > 0)
             gl.store(into + 1, unit.to(gl.int32, bitcast=True), mask=heavy[part] > 0)
             into += 2 * heavy[part]
-        parts = gl.arange(0, P, layout=gl.SliceLayout(0, gl.SliceLayout(2, scored_layout(8, X, P))))
-        counts = gl.expand_dims(gl.expand_dims(gl.where(parts > 0, heavy[P - 1], heavy[0]) > 0, 0), 2)
-        new: gl.tensor = (sums[0] + gl.where(counts, over_eights(weights, T, X, P), 0.0),)
-        for group in gl.static_range(GROUPS):
-            offsets = as_float(steps[GROUPS + group])
-            more = over_eights(weights * gl.expand_dims(offsets, 2), T, X, P)
+        parts = gl.arange(0, K.P, layout=gl.SliceLayout(0, gl.SliceLayout(2, scored_layout(8, K.X, K.P))))
+        counts = gl.expand_dims(gl.expand_dims(gl.where(parts > 0, heavy[K.P - 1], heavy[0]) > 0, 0), 2)
+        new: gl.tensor = (sums[0] + gl.where(counts, over_eights(weights, K), 0.0),)
+        for group in gl.static_range(K.GROUPS):
+            offsets = as_float(steps[K.GROUPS + group])
+            more = over_eights(weights * gl.expand_dims(offsets, 2), K)
             new += (sums[1 + group] + gl.where(counts, more, 0.0),)
         sums = new
         weighed += many
@@ -579,9 +551,9 @@ def leave_weights(
 
 
 @gluon.jit
-def no_sums_left(X: gl.constexpr, P: gl.constexpr, COUNT: gl.constexpr) -> gl.tensor:
+def no_sums_left(K: gl.constexpr, COUNT: gl.constexpr) -> gl.tensor:
     """COUNT sums [8, P, C]."""
-    zero = gl.full([8, P, X // P], 0.0, gl.float32, layout=scored_layout(8, X, P))
+    zero = gl.full([8, K.P, K.X // K.P], 0.0, gl.float32, layout=scored_layout(8, K.X, K.P))
     sums: gl.tensor = ()
     for _ in gl.static_range(COUNT):
         sums += (zero,)
@@ -589,14 +561,12 @@ def no_sums_left(X: gl.constexpr, P: gl.constexpr, COUNT: gl.constexpr) -> gl.te
 
 
 @gluon.jit
-def store_left(
-    ptr: gl.tensor, sums: gl.tensor, X: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr
-) -> None:
+def store_left(ptr: gl.tensor, sums: gl.tensor, K: gl.constexpr) -> None:
     """Writes sums [8, P, C], over lanes' keys and tiles, of GROUP query heads each."""
-    n = gl.arange(0, X // P, layout=gl.SliceLayout(0, gl.SliceLayout(0, scored_layout(8, X, P))))
+    n = gl.arange(0, K.X // K.P, layout=gl.SliceLayout(0, gl.SliceLayout(0, scored_layout(8, K.X, K.P))))
     for kind in gl.static_range(len(sums)):
         own = gl.sum(gl.sum(sums[kind], 0), 0)
-        gl.store(ptr + kind * GROUP + n, own, mask=n < GROUP)
+        gl.store(ptr + kind * K.GROUP + n, own, mask=n < K.GROUP)
 
 
 @gluon.jit(do_not_specialize=["width"])
@@ -604,24 +574,13 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     q_ptr: gl.tensor,
     records_ptr: gl.tensor,
     normalisers_ptr: gl.tensor,
-    ids_ptr: gl.tensor,
-    counts_ptr: gl.tensor,
-    weights_ptr: gl.tensor,
-    tiles_ptr: gl.tensor,
-    weighed_ptr: gl.tensor,
-    left_ptr: gl.tensor,
+    lists: gl.tensor,
+    leaves: gl.tensor,
     cuts_ptr: gl.tensor,
     scale_log2: gl.tensor,
     width: gl.tensor,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    X: gl.constexpr,
-    DIM: gl.constexpr,
-    KEY_BITS: gl.constexpr,
-    VALUE_GROUPS: gl.constexpr,
-    TILE: gl.constexpr,
+    K: gl.constexpr,
     WEIGH: gl.constexpr,
-    AHEAD: gl.constexpr,
     EARLY: gl.constexpr,
     CHAINED: gl.constexpr,
 ) -> None:
@@ -632,93 +591,92 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     EARLY more come into the second-level cache meanwhile. What these launches do not write, and what was there before
     they began, may be read.
     """
-    TILES: gl.constexpr = _BLOCK // TILE
-    P: gl.constexpr = tiles_together(X, GROUP)
-    KEYS: gl.constexpr = scored_keys_layout(TILE, X, P)
+    TILES: gl.constexpr = _BLOCK // K.T
+    KEYS: gl.constexpr = scored_keys_layout(K.T, K.X, K.P)
+    ids_ptr, counts_ptr = lists
+    weights_ptr, tiles_ptr, weighed_ptr, left_ptr = leaves
     row = gl.program_id(1)
-    b, head = row // HEADS, row % HEADS
+    b, head = row // K.HEADS, row % K.HEADS
     first = number(records_ptr, b, _FIRST).to(gl.int32)
     end = number(records_ptr, b, _END).to(gl.int32)
     keys = number(records_ptr, b, _KEYS)
-    keys_ptrs = key_pointers(records_ptr, b, head, keys, DIM, KEY_BITS)
+    keys_ptrs = key_pointers(records_ptr, b, head, keys, K)
     lowest, top, stop = share_of_blocks(first, end)
     apart = gl.num_programs(0)
     start, beyond = lowest * _BLOCK, gl.minimum(stop * _BLOCK, keys.to(gl.int32))
     # A context's last keys are loaded with some before them, which do not count.
-    last = beyond - TILE
+    last = beyond - K.T
     searches = stop > lowest
-    steps_ptrs = value_steps(records_ptr, b, head, keys, VALUE_GROUPS)
-    ring, scores = new_ring(TILE, DIM, KEY_BITS, AHEAD), new_scores(TILE, X, P)
+    steps_ptrs = value_steps(records_ptr, b, head, keys, K)
+    ring, scores = new_ring(K), new_scores(K)
     if searches:
-        for turn in gl.static_range(AHEAD):
-            base = tile_after(top * _BLOCK, turn, 0, TILE)
+        for turn in gl.static_range(K.AHEAD):
+            base = tile_after(top * _BLOCK, turn, 0, K)
             there = (base >= start) & (base < beyond)
-            copy_tile(ring, turn, keys_ptrs[0], gl.minimum(base, last), there, TILE, DIM, KEY_BITS, AHEAD)
+            copy_tile(ring, turn, keys_ptrs[0], gl.minimum(base, last), there, K)
             end_of_copies()
-    queries, units = load_queries(q_ptr, row, X, GROUP, DIM, KEY_BITS, P)
+    queries, units = load_queries(q_ptr, row, K)
     units = units * scale_log2
     place = row.to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
-    inner = key_of(gl.arange(0, TILE, layout=gl.SliceLayout(1, KEYS)), TILE)
-    part_of_keys = gl.arange(0, P, layout=gl.SliceLayout(0, KEYS))
+    inner = key_of(gl.arange(0, K.T, layout=gl.SliceLayout(1, KEYS)), K.T)
+    part_of_keys = gl.arange(0, K.P, layout=gl.SliceLayout(0, KEYS))
     ptrs = (
-        weights_ptr.to(gl.pointer_type(gl.int8)) + place * width * (2 * X // P * VALUE_GROUPS),
-        tiles_ptr + place * (2 * (width // TILE)),
+        weights_ptr.to(gl.pointer_type(gl.int8)) + place * width * (2 * K.X // K.P * K.GROUPS),
+        tiles_ptr + place * (2 * (width // K.T)),
     )
-    count = nothing_listed(X, P)
+    count = nothing_listed(K)
     turns = gl.where(searches, (top - lowest) // apart + 2, 0)
-    left = (first * 0, scale_log2 * 0, no_sums_left(X, P, 1 + VALUE_GROUPS if WEIGH else 0))
+    left = (first * 0, scale_log2 * 0, no_sums_left(K, 1 + K.GROUPS if WEIGH else 0))
     least, above, draws = row * 0, row * 0, row * 0
-    enough, peaks = scale_log2 * 0, gl.full([X], 0.0, gl.float32, layout=OF_ROWS)
+    enough, peaks = scale_log2 * 0, gl.full([K.X], 0.0, gl.float32, layout=OF_ROWS)
     for turn in range(0, turns):
         block = top - turn * apart
-        steps = load_steps(keys_ptrs, gl.maximum(block, lowest), DIM, KEY_BITS)
+        steps = load_steps(keys_ptrs, gl.maximum(block, lowest), K)
         if turn == 1:
             # The memory would be idle while this waits.
             for more in gl.static_range(EARLY):
                 lower = (block - more * apart) * _BLOCK
                 end_of_lower = gl.where(lower >= start, beyond, lower)
-                prefetch_key_codes(keys_ptrs, lower, end_of_lower, DIM, KEY_BITS, CHAINED)
+                prefetch_key_codes(keys_ptrs, lower, end_of_lower, K, CHAINED)
             wait_alone(CHAINED)
             let_next_begin(CHAINED)
             least, above, draws = load_cut(cuts_ptr, row)
-            peaks = reference_weights(normalisers_ptr, row, searches, X, GROUP, P)
+            peaks = reference_weights(normalisers_ptr, row, searches, K)
             # Of the weight of a tile, all heads together: with less its values are not read.
-            enough = _NEGLIGIBLE * GROUP * TILE / gl.maximum(end - first, 1).to(gl.float32)
+            enough = _NEGLIGIBLE * K.GROUP * K.T / gl.maximum(end - first, 1).to(gl.float32)
         if turn > 0:  # the block that was scored last
-            for result in range(0, TILES // P):
-                tile = (block + apart) * _BLOCK + result * (P * TILE)
+            for result in range(0, TILES // K.P):
+                tile = (block + apart) * _BLOCK + result * (K.P * K.T)
                 begins: gl.tensor = ()
-                for part in gl.static_range(P):
-                    begins += (gl.minimum(tile + part * TILE, last),)
-                begin = gl.where(part_of_keys > 0, begins[P - 1], begins[0])
+                for part in gl.static_range(K.P):
+                    begins += (gl.minimum(tile + part * K.T, last),)
+                begin = gl.where(part_of_keys > 0, begins[K.P - 1], begins[0])
                 key = gl.expand_dims(begin, 0) + gl.expand_dims(inner, 1)
                 own_steps: gl.tensor = ()
                 if WEIGH:  # what belongs to values comes while weights are found
-                    own_steps = load_value_steps(steps_ptrs, key, VALUE_GROUPS)
+                    own_steps = load_value_steps(steps_ptrs, key, K)
                 logits = scores.index(result).load(RESULT)
-                weights = by_tiles(gl.exp2(logits - gl.expand_dims(peaks, 0)), TILE, X, P)
+                weights = by_tiles(gl.exp2(logits - gl.expand_dims(peaks, 0)), K)
                 summed = gl.sum(weights, 2)
                 together, of_tiles = summed.to(gl.int32, bitcast=True), gl.sum(summed, 0)
-                whole = (first < tile + 1) & (end >= tile + P * TILE) & (last >= tile + (P - 1) * TILE)
+                whole = (first < tile + 1) & (end >= tile + K.P * K.T) & (last >= tile + (K.P - 1) * K.T)
                 # Most tiles are searched as a whole, and none of their keys is kept.
                 if not whole or gl.max(gl.max(together, 1), 0) >= least:
-                    from_on = gl.maximum(first, tile + part_of_keys * TILE)
+                    from_on = gl.maximum(first, tile + part_of_keys * K.T)
                     searched = (key >= gl.expand_dims(from_on, 0)) & (key < end)
                     kept = kept_keys(together, key, head, searched, least, above, draws)
-                    count = list_keys(ids_ptr + place * width, count, kept, key, TILE, X, P)
+                    count = list_keys(ids_ptr + place * width, count, kept, key, K)
                     weights = gl.where(gl.expand_dims(searched & (kept == 0), 2), weights, 0.0)
                 if WEIGH:
-                    left = leave_weights(
-                        ptrs, left, weights, of_tiles, enough, above, begins, own_steps, TILE, X, VALUE_GROUPS, P
-                    )  # fmt: skip
+                    left = leave_weights(ptrs, left, weights, of_tiles, enough, above, begins, own_steps, K)
         if turn < turns - 1:
             lower = (block - apart) * _BLOCK
-            prefetch_key_steps(keys_ptrs, lower, gl.where(lower >= start, beyond, lower), DIM, CHAINED)
-            prefetch_value_steps(steps_ptrs, block * _BLOCK, beyond, VALUE_GROUPS, WEIGH and CHAINED)
-            folded, steps_units, added = fold(queries, steps, X, DIM, KEY_BITS)
+            prefetch_key_steps(keys_ptrs, lower, gl.where(lower >= start, beyond, lower), K, CHAINED)
+            prefetch_value_steps(steps_ptrs, block * _BLOCK, beyond, K, WEIGH and CHAINED)
+            folded, steps_units, added = fold(queries, steps, K)
             score_block(
                 scores, ring, turn * TILES, keys_ptrs[0], block, (start, beyond, last),
-                folded, steps_units * units, added * units, TILE, X, P, DIM, KEY_BITS, AHEAD,
+                folded, steps_units * units, added * units, K,
             )  # fmt: skip
     if searches:
         wait_for_copies(0)
@@ -728,7 +686,7 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     gl.store(counts_ptr + place, one_of(count))
     if WEIGH:
         gl.store(weighed_ptr + place, left[0])
-        store_left(left_ptr + place * ((1 + VALUE_GROUPS) * GROUP), left[2], X, GROUP, P)
+        store_left(left_ptr + place * ((1 + K.GROUPS) * K.GROUP), left[2], K)
 
 
 def weigh_keys(
@@ -753,28 +711,15 @@ def weigh_keys(
         work.cuts_RX,
         sizes.head_dim**-0.5 * LOG2E,
         sizes.width(rows),
-        KEY_BITS=sizes.key_bits,
-        VALUE_GROUPS=sizes.value_groups,
+        K=sizes.passes(keys=True),
         WEIGH=weigh,
-        AHEAD=sizes.shape.ahead,
         EARLY=sizes.shape.early,
-        TILE=sizes.tile,
-        **sizes.constants(),
         **sizes.launch(keys=True),
         **chained(q_BHGD.device),
     )
 
 
-def what_passes(q_BHGD: Tensor, records_BF: Tensor, work: CoarseWork, lists: KeyLists) -> tuple[Tensor, ...]:
-    """What kernels over keys and over values are given."""
-    return (
-        q_BHGD,
-        records_BF,
-        work.normalisers_RG,
-        lists.ids_RPW,
-        lists.counts_RP,
-        work.weights_RSX,
-        work.tiles_RSX,
-        work.weighed_RS,
-        work.left_RSG,
-    )
+def what_passes(q_BHGD: Tensor, records_BF: Tensor, work: CoarseWork, lists: KeyLists) -> tuple[Any, ...]:
+    """What kernels over keys and over values are given: of `work` what one leaves for the other stands together."""
+    leaves = (work.weights_RSX, work.tiles_RSX, work.weighed_RS, work.left_RSG)
+    return q_BHGD, records_BF, work.normalisers_RG, (lists.ids_RPW, lists.counts_RP), leaves

@@ -61,43 +61,33 @@ def pointer(
 
 @gluon.jit
 def key_pointers(
-    records_ptr: gl.tensor,
-    b: gl.tensor,
-    head: gl.tensor,
-    keys: gl.tensor,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
+    records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, K: gl.constexpr
 ) -> gl.tensor:
     """As `fields.key_pointers`, codes in words."""
     blocks = (keys + _BLOCK - 1) // _BLOCK
     return (
-        pointer(records_ptr, b, head * keys * row_words(DIM, BITS), _KEY_CODES, gl.int32),
-        pointer(records_ptr, b, head * blocks * DIM, _KEY_SCALES, gl.float16),
-        pointer(records_ptr, b, head * blocks * DIM, _KEY_OFFSETS, gl.float16),
+        pointer(records_ptr, b, head * keys * row_words(K.DIM, K.BITS), _KEY_CODES, gl.int32),
+        pointer(records_ptr, b, head * blocks * K.DIM, _KEY_SCALES, gl.float16),
+        pointer(records_ptr, b, head * blocks * K.DIM, _KEY_OFFSETS, gl.float16),
     )
 
 
 @gluon.jit
 def value_codes(
-    records_ptr: gl.tensor,
-    b: gl.tensor,
-    head: gl.tensor,
-    keys: gl.tensor,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
+    records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, K: gl.constexpr
 ) -> gl.tensor:
     """To codes of values, in words."""
-    return pointer(records_ptr, b, head * keys * row_words(DIM, BITS), _VALUE_CODES, gl.int32)
+    return pointer(records_ptr, b, head * keys * row_words(K.DIM, K.BITS), _VALUE_CODES, gl.int32)
 
 
 @gluon.jit
 def value_steps(
-    records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, GROUPS: gl.constexpr
+    records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, K: gl.constexpr
 ) -> gl.tensor:
     """To scales and offsets of values, GROUPS of each for a key."""
     return (
-        pointer(records_ptr, b, head * keys * GROUPS, _VALUE_SCALES, gl.float16),
-        pointer(records_ptr, b, head * keys * GROUPS, _VALUE_OFFSETS, gl.float16),
+        pointer(records_ptr, b, head * keys * K.GROUPS, _VALUE_SCALES, gl.float16),
+        pointer(records_ptr, b, head * keys * K.GROUPS, _VALUE_OFFSETS, gl.float16),
     )
 
 
@@ -120,37 +110,32 @@ def prefetch(ptr: gl.tensor, count: gl.tensor, BYTES: gl.constexpr, CHAINED: gl.
 
 @gluon.jit
 def prefetch_key_codes(
-    keys_ptrs: gl.tensor,
-    start: gl.tensor,
-    stop: gl.tensor,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-    CHAINED: gl.constexpr,
+    keys_ptrs: gl.tensor, start: gl.tensor, stop: gl.tensor, K: gl.constexpr, CHAINED: gl.constexpr
 ) -> None:
     """Has the codes of a block of keys, those before `stop`, brought into the second-level cache."""
-    ROW: gl.constexpr = row_words(DIM, BITS)
+    ROW: gl.constexpr = row_words(K.DIM, K.BITS)
     words = gl.minimum(gl.maximum(stop - start, 0), _BLOCK) * ROW
     prefetch(keys_ptrs[0] + gl.minimum(start, stop).to(gl.int64) * ROW, words, 4, CHAINED)
 
 
 @gluon.jit
 def prefetch_value_steps(
-    steps_ptrs: gl.tensor, start: gl.tensor, stop: gl.tensor, GROUPS: gl.constexpr, CHAINED: gl.constexpr
+    steps_ptrs: gl.tensor, start: gl.tensor, stop: gl.tensor, K: gl.constexpr, CHAINED: gl.constexpr
 ) -> None:
     """Has the scales and offsets of a block of values, those before `stop`, brought into the second-level cache."""
-    count = gl.minimum(gl.maximum(stop - start, 0), _BLOCK) * GROUPS
+    count = gl.minimum(gl.maximum(stop - start, 0), _BLOCK) * K.GROUPS
     for part in gl.static_range(2):
-        prefetch(steps_ptrs[part] + gl.minimum(start, stop) * GROUPS, count, 2, CHAINED)
+        prefetch(steps_ptrs[part] + gl.minimum(start, stop) * K.GROUPS, count, 2, CHAINED)
 
 
 @gluon.jit
 def prefetch_key_steps(
-    keys_ptrs: gl.tensor, start: gl.tensor, stop: gl.tensor, DIM: gl.constexpr, CHAINED: gl.constexpr
+    keys_ptrs: gl.tensor, start: gl.tensor, stop: gl.tensor, K: gl.constexpr, CHAINED: gl.constexpr
 ) -> None:
     """Has the scales and offsets of a block of keys brought into the second-level cache."""
-    channels = gl.where(start < stop, DIM, 0)
-    prefetch(keys_ptrs[1] + start // _BLOCK * DIM, channels, 2, CHAINED)
-    prefetch(keys_ptrs[2] + start // _BLOCK * DIM, channels, 2, CHAINED)
+    channels = gl.where(start < stop, K.DIM, 0)
+    prefetch(keys_ptrs[1] + start // _BLOCK * K.DIM, channels, 2, CHAINED)
+    prefetch(keys_ptrs[2] + start // _BLOCK * K.DIM, channels, 2, CHAINED)
 
 
 @gluon.constexpr_function
@@ -184,12 +169,10 @@ def copy_layout(T: int, DIM: int, BITS: int) -> gl.DistributedLayout:
 
 
 @gluon.jit
-def new_ring(
-    T: gl.constexpr, DIM: gl.constexpr, BITS: gl.constexpr, AHEAD: gl.constexpr
-) -> gl.shared_memory_descriptor:
+def new_ring(K: gl.constexpr) -> gl.shared_memory_descriptor:
     """Room for the tile that is worked on and AHEAD that are on their way, [AHEAD + 1, T, words as they come]."""
-    W: gl.constexpr = held_words(DIM, BITS)
-    return gl.allocate_shared_memory(gl.int32, [AHEAD + 1, T, W], ring_layout(W))
+    W: gl.constexpr = held_words(K.DIM, K.BITS)
+    return gl.allocate_shared_memory(gl.int32, [K.AHEAD + 1, K.T, W], ring_layout(W))
 
 
 @gluon.jit
@@ -199,17 +182,14 @@ def copy_tile(
     ptr: gl.tensor,
     base: gl.tensor,
     there: gl.tensor,
-    T: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-    AHEAD: gl.constexpr,
+    K: gl.constexpr,
 ) -> None:
     """Has T rows of codes from `base` on copied as the turn-th tile, in the order of `key_of`, if they are there.
 
     Behind a program's last tile there is none: what all would copy then, the same rows, kept others from theirs.
     """
-    words = word_pointers(ptr, base, T, DIM, BITS, copy_layout(T, DIM, BITS))
-    async_copy.async_copy_global_to_shared(ring.index(turn % (AHEAD + 1)), words, mask=there)
+    words = word_pointers(ptr, base, K, copy_layout(K.T, K.DIM, K.BITS))
+    async_copy.async_copy_global_to_shared(ring.index(turn % (K.AHEAD + 1)), words, mask=there)
 
 
 @gluon.jit

@@ -55,7 +55,6 @@ from decode_engine.kernels.coarse.warp_pass import (
     copy_weights,
     new_weights_ring,
     reference_weights,
-    tiles_together,
     weigh_keys,
     what_passes,
 )
@@ -82,26 +81,24 @@ _COMING, _AT_ONCE = gl.constexpr(64), gl.constexpr(32)
 
 
 @gluon.jit
-def load_row_queries(
-    q_ptr: gl.tensor, row: gl.tensor, X: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr
-) -> gl.tensor:
+def load_row_queries(q_ptr: gl.tensor, row: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Queries [16, X] as they are, of the planes in which rows of keys are multiplied."""
-    PLACES: gl.constexpr = row_places(DIM)
+    PLACES: gl.constexpr = row_places(K.DIM)
     a = gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT))
-    n = gl.arange(0, X, layout=gl.SliceLayout(0, RIGHT))
+    n = gl.arange(0, K.X, layout=gl.SliceLayout(0, RIGHT))
     queries: gl.tensor = ()
-    for plane in gl.static_range(plane_count(DIM)):
+    for plane in gl.static_range(plane_count(K.DIM)):
         channel = channels_of(plane, a, PLACES)
-        at = gl.expand_dims((row * GROUP + n) * DIM, 0) + gl.expand_dims(channel, 1)
-        there = gl.expand_dims(n < GROUP, 0) & gl.expand_dims(channel >= 0, 1)
+        at = gl.expand_dims((row * K.GROUP + n) * K.DIM, 0) + gl.expand_dims(channel, 1)
+        there = gl.expand_dims(n < K.GROUP, 0) & gl.expand_dims(channel >= 0, 1)
         queries += (gl.load(q_ptr + at, mask=there, other=0.0),)
     return queries
 
 
 @gluon.jit
-def places_of(keys: gl.tensor, context: gl.tensor, DIM: gl.constexpr) -> gl.tensor:
+def places_of(keys: gl.tensor, context: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Where the rows of keys begin; from -1 downwards those of the tail."""
-    both: gl.constexpr = 2 * DIM  # elements of a key and its value
+    both: gl.constexpr = 2 * K.DIM  # elements of a key and its value
     own = gl.where(keys >= 0, keys, -1 - keys).to(gl.int64) * both
     return gl.where(keys >= 0, own, own + context[4])
 
@@ -112,39 +109,37 @@ def load_rows(
     keys: gl.tensor,
     stop: gl.tensor,
     context: gl.tensor,
-    DIM: gl.constexpr,
+    K: gl.constexpr,
     LAYOUT: gl.constexpr,
 ) -> gl.tensor:
     """Rows [ROWS, DIM] of keys (`places_of`), from rows_ptr on; zeros for those from `stop` on."""
     keys = gl.convert_layout(keys, gl.SliceLayout(1, LAYOUT))
     entry = gl.arange(0, ROWS_TILE, layout=gl.SliceLayout(1, LAYOUT))
-    channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
-    at = gl.expand_dims(places_of(keys, context, DIM), 1) + gl.expand_dims(channel, 0)
+    channel = gl.arange(0, K.DIM, layout=gl.SliceLayout(0, LAYOUT))
+    at = gl.expand_dims(places_of(keys, context, K), 1) + gl.expand_dims(channel, 0)
     there = gl.expand_dims(entry < stop, 1) & gl.expand_dims(channel >= 0, 0)
     return gl.load(rows_ptr + at, mask=there, other=0.0)
 
 
 @gluon.jit
-def multiply_rows(rows: gl.tensor, queries: gl.tensor, X: gl.constexpr, DIM: gl.constexpr) -> gl.tensor:
+def multiply_rows(rows: gl.tensor, queries: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Products [ROWS, X] of rows of keys with queries."""
-    PLACES: gl.constexpr = row_places(DIM)
-    planes = as_planes(rows, ROWS_TILE, DIM, PLACES)
-    products = gl.full([ROWS_TILE, X], 0.0, gl.float32, layout=RESULT)
-    for plane in gl.static_range(plane_count(DIM)):
+    PLACES: gl.constexpr = row_places(K.DIM)
+    planes = as_planes(rows, ROWS_TILE, K.DIM, PLACES)
+    products = gl.full([ROWS_TILE, K.X], 0.0, gl.float32, layout=RESULT)
+    for plane in gl.static_range(plane_count(K.DIM)):
         own = gl.convert_layout(gl.permute(planes[plane], [1, 0]), LEFT, assert_trivial=True)
         products = mma_v2(own, queries[plane], products)
     return products
 
 
 @gluon.jit
-def add_rows(
-    sums: gl.tensor, rows: gl.tensor, weights: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr
-) -> gl.tensor:
+def add_rows(sums: gl.tensor, rows: gl.tensor, weights: gl.tensor, K: gl.constexpr) -> gl.tensor:
     """Adds rows of values [ROWS, DIM] to the planes [16, X], by weights, a right operand [ROWS, X]."""
-    PLACES: gl.constexpr = value_places(DIM, BITS)
-    planes = as_planes(rows, ROWS_TILE, DIM, PLACES)
+    PLACES: gl.constexpr = value_places(K.DIM, K.BITS)
+    planes = as_planes(rows, ROWS_TILE, K.DIM, PLACES)
     new: gl.tensor = ()
-    for plane in gl.static_range(plane_count(DIM)):
+    for plane in gl.static_range(plane_count(K.DIM)):
         own = gl.convert_layout(planes[plane], LEFT, assert_trivial=True)
         new += (mma_v2(own, weights, sums[plane]),)
     return new
@@ -158,32 +153,30 @@ def attend_rows(
     context: gl.tensor,
     state: gl.tensor,
     scale_log2: gl.tensor,
-    X: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
+    K: gl.constexpr,
 ) -> gl.tensor:
     """Adds a tile of keys to a state: sums of planes, sums of weights [X], and what these are relative to.
 
     keys: [E] int32, from -1 downwards those of the tail; those before `stop` are there. context: where rows begin,
     first and end of the searched range, how many others there are, and elements from rows to the tail's.
     """
-    KEY_ROWS: gl.constexpr = key_row_layout(ROWS_TILE, DIM)
-    VALUE_ROWS: gl.constexpr = value_row_layout(ROWS_TILE, DIM, BITS)
+    KEY_ROWS: gl.constexpr = key_row_layout(ROWS_TILE, K.DIM)
+    VALUE_ROWS: gl.constexpr = value_row_layout(ROWS_TILE, K.DIM, K.BITS)
     rows_ptr = context[0]
     element: gl.constexpr = rows_ptr.dtype.element_ty
     sums, totals, peaks = state
-    keys_ED = load_rows(rows_ptr, keys, stop, context, DIM, KEY_ROWS)
-    values_ED = load_rows(rows_ptr + DIM, keys, stop, context, DIM, VALUE_ROWS)
-    logits = multiply_rows(keys_ED, queries, X, DIM) * scale_log2
+    keys_ED = load_rows(rows_ptr, keys, stop, context, K, KEY_ROWS)
+    values_ED = load_rows(rows_ptr + K.DIM, keys, stop, context, K, VALUE_ROWS)
+    logits = multiply_rows(keys_ED, queries, K) * scale_log2
     there = gl.arange(0, ROWS_TILE, layout=gl.SliceLayout(1, RESULT)) < stop
     logits = gl.where(gl.expand_dims(there, 1), logits, float("-inf"))
     higher = gl.maximum(peaks, gl.max(logits, 0) - _HEADROOM)
     shrink = gl.exp2(peaks - higher)
     weights = gl.exp2(logits - gl.expand_dims(higher, 0))
     shrunk: gl.tensor = ()
-    for plane in gl.static_range(plane_count(DIM)):
+    for plane in gl.static_range(plane_count(K.DIM)):
         shrunk += (sums[plane] * gl.expand_dims(shrink, 0),)
-    sums = add_rows(shrunk, values_ED, as_right(weights.to(element), ROWS_TILE, X), DIM, BITS)
+    sums = add_rows(shrunk, values_ED, as_right(weights.to(element), ROWS_TILE, K.X), K)
     return sums, totals * shrink + gl.sum(weights, 0), higher
 
 
@@ -262,14 +255,8 @@ def attend_tiles(
     first: gl.tensor,
     end: gl.tensor,
     width: gl.tensor,
-    T: gl.constexpr,
-    X: gl.constexpr,
-    Y: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-    GROUPS: gl.constexpr,
+    K: gl.constexpr,
     SEGMENTS: gl.constexpr,
-    AHEAD: gl.constexpr,
 ) -> gl.tensor:
     """Sums of bytes (`value_tiles`) over the values of consecutive tiles, `first` to `end` (`coming_tiles`).
 
@@ -277,38 +264,36 @@ def attend_tiles(
 
     ptrs: to weights in words, and to first keys and units of all segments' tiles.
     """
-    sums, pending, unit = no_sums_yet(Y, DIM), nothing_pending(Y, DIM), width * 0.0
-    ring, weights_ring = new_ring(T, DIM, BITS, AHEAD), new_weights_ring(T, GROUPS * Y, AHEAD)
+    sums, pending, unit = no_sums_yet(K), nothing_pending(K), width * 0.0
+    ring, weights_ring = new_ring(K), new_weights_ring(K)
     last = end - 1
     if end > first:
-        places, begins, units = coming_tiles(ptrs[1], counted, segment, first, last, width // T, SEGMENTS)
-        for early in gl.static_range(AHEAD):
+        places, begins, units = coming_tiles(ptrs[1], counted, segment, first, last, width // K.T, SEGMENTS)
+        for early in gl.static_range(K.AHEAD):
             there = first + early < end
-            copy_tile(ring, early, codes_ptr, at_lane(begins, early), there, T, DIM, BITS, AHEAD)
-            copy_weights(weights_ring, early, ptrs[0], at_lane(places, early), there, T, GROUPS * Y, AHEAD)
+            copy_tile(ring, early, codes_ptr, at_lane(begins, early), there, K)
+            copy_weights(weights_ring, early, ptrs[0], at_lane(places, early), there, K)
             end_of_copies()
         for some in range(first, end, _AT_ONCE):
             for turn in range(0, gl.minimum(end - some, _AT_ONCE)):
-                wait_for_copies(AHEAD - 1)
+                wait_for_copies(K.AHEAD - 1)
                 now = some - first + turn
-                words = ring.index(now % (AHEAD + 1)).load(value_layout(T, DIM, BITS))
-                weights = weights_ring.index(now % (AHEAD + 1)).load(weight_layout(T, GROUPS * Y))
-                later, there = turn + AHEAD, some + turn + AHEAD < end
-                copy_tile(ring, now + AHEAD, codes_ptr, at_lane(begins, later), there, T, DIM, BITS, AHEAD)
-                copy_weights(
-                    weights_ring, now + AHEAD, ptrs[0], at_lane(places, later), there, T, GROUPS * Y, AHEAD
-                )
+                words = ring.index(now % (K.AHEAD + 1)).load(value_layout(K.T, K.DIM, K.BITS))
+                weights = weights_ring.index(now % (K.AHEAD + 1)).load(weight_layout(K.T, K.GROUPS * K.Y))
+                later, there = turn + K.AHEAD, some + turn + K.AHEAD < end
+                copy_tile(ring, now + K.AHEAD, codes_ptr, at_lane(begins, later), there, K)
+                copy_weights(weights_ring, now + K.AHEAD, ptrs[0], at_lane(places, later), there, K)
                 end_of_copies()
                 own_unit = at_lane(units, turn)
                 if own_unit != unit:
-                    sums, pending = add_pending(sums, pending, unit), nothing_pending(Y, DIM)
+                    sums, pending = add_pending(sums, pending, unit), nothing_pending(K)
                     unit = own_unit
-                sums, pending = add_values(sums, pending, words, weights, unit, T, DIM, BITS, GROUPS, Y)
+                sums, pending = add_values(sums, pending, words, weights, unit, K)
             # Before sums of integers could overflow.
-            sums, pending = add_pending(sums, pending, unit), nothing_pending(Y, DIM)
+            sums, pending = add_pending(sums, pending, unit), nothing_pending(K)
             if some + _AT_ONCE < end:
                 places, begins, units = coming_tiles(
-                    ptrs[1], counted, segment, some + _AT_ONCE, last, width // T, SEGMENTS
+                    ptrs[1], counted, segment, some + _AT_ONCE, last, width // K.T, SEGMENTS
                 )
         wait_for_copies(0)
     return sums
@@ -321,20 +306,18 @@ def sums_left(
     segments: gl.tensor,
     share: gl.tensor,
     shares: gl.tensor,
-    X: gl.constexpr,
-    GROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
+    K: gl.constexpr,
 ) -> gl.tensor:
     """What a share of a row's segments, of which `segment` is the first, left: [X] of each kind."""
-    n = gl.arange(0, X, layout=OF_ROWS)
+    n = gl.arange(0, K.X, layout=OF_ROWS)
     sums: gl.tensor = ()
-    for _ in gl.static_range(1 + GROUPS):
-        sums += (gl.full([X], 0.0, gl.float32, layout=OF_ROWS),)
+    for _ in gl.static_range(1 + K.GROUPS):
+        sums += (gl.full([K.X], 0.0, gl.float32, layout=OF_ROWS),)
     for other in range(share, segments, shares):
-        at = left_ptr + (segment + other) * ((1 + GROUPS) * GROUP) + n
+        at = left_ptr + (segment + other) * ((1 + K.GROUPS) * K.GROUP) + n
         more: gl.tensor = ()
-        for kind in gl.static_range(1 + GROUPS):
-            own = gl.load(at + kind * GROUP, mask=n < GROUP, other=0.0, cache_modifier=".cg")
+        for kind in gl.static_range(1 + K.GROUPS):
+            own = gl.load(at + kind * K.GROUP, mask=n < K.GROUP, other=0.0, cache_modifier=".cg")
             more += (sums[kind] + own,)
         sums = more
     return sums
@@ -385,8 +368,7 @@ def always_attended(entry: gl.tensor, context: gl.tensor) -> gl.tensor:
 def exact_share(
     q_ptr: gl.tensor,
     records_ptr: gl.tensor,
-    ids_ptr: gl.tensor,
-    counts_ptr: gl.tensor,
+    lists: gl.tensor,
     row: gl.tensor,
     b: gl.tensor,
     head: gl.tensor,
@@ -394,10 +376,7 @@ def exact_share(
     shares: gl.tensor,
     width: gl.tensor,
     scale_log2: gl.tensor,
-    X: gl.constexpr,
-    GROUP: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
+    K: gl.constexpr,
     SEGMENTS: gl.constexpr,
 ) -> gl.tensor:
     """Sums of planes, sums of weights and what these are relative to, [X], of every so many tiles of exact rows.
@@ -405,13 +384,14 @@ def exact_share(
     What is always attended comes behind all that is listed.
     """
     state = (
-        no_values_yet(X, DIM),
-        gl.full([X], 0.0, gl.float32, layout=OF_ROWS),
-        gl.full([X], float("-inf"), gl.float32, layout=OF_ROWS),
+        no_values_yet(K),
+        gl.full([K.X], 0.0, gl.float32, layout=OF_ROWS),
+        gl.full([K.X], float("-inf"), gl.float32, layout=OF_ROWS),
     )
+    ids_ptr, counts_ptr = lists
     counted = counts_of(counts_ptr, row, segments, SEGMENTS)
     context, always = context_of(records_ptr, b, head, q_ptr.dtype.element_ty)
-    queries = load_row_queries(q_ptr, row, X, GROUP, DIM)
+    queries = load_row_queries(q_ptr, row, K)
     listed = gl.max(counted[1], 0)
     count = listed + always
     first, apart = gl.program_id(0) * ROWS_TILE, shares * ROWS_TILE
@@ -420,30 +400,21 @@ def exact_share(
         entry = begin + gl.arange(0, ROWS_TILE, layout=LANES)
         keys = gl.where(entry < listed, ids, always_attended(entry - listed, context))
         ids = load_listed(ids_ptr, counted, row, segments, width, begin + apart, listed, SEGMENTS)
-        state = attend_rows(queries, keys, count - begin, context, state, scale_log2, X, DIM, BITS)
+        state = attend_rows(queries, keys, count - begin, context, state, scale_log2, K)
     return state
 
 
 @gluon.jit
-def store_state(
-    sums_ptr: gl.tensor,
-    peaks_ptr: gl.tensor,
-    totals_ptr: gl.tensor,
-    state: gl.tensor,
-    place: gl.tensor,
-    X: gl.constexpr,
-    GROUP: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-) -> None:
+def store_state(partials: gl.tensor, state: gl.tensor, place: gl.tensor, K: gl.constexpr) -> None:
     """Leaves sums of planes, sums of weights and what these are relative to in the place-th of all slots, int64."""
+    sums_ptr, peaks_ptr, totals_ptr = partials
     sums, total, peaks = state
-    n = gl.arange(0, X, layout=OF_ROWS)
-    at = place * GROUP + n
+    n = gl.arange(0, K.X, layout=OF_ROWS)
+    at = place * K.GROUP + n
     # What there is may have no weight of its own: weights of values were summed up by the segment that left them.
-    gl.store(peaks_ptr + at, peaks, mask=n < GROUP)
-    gl.store(totals_ptr + at, total, mask=n < GROUP)
-    store_sums(sums_ptr, sums, at, (n < GROUP) & (peaks > float("-inf")), DIM, BITS)
+    gl.store(peaks_ptr + at, peaks, mask=n < K.GROUP)
+    gl.store(totals_ptr + at, total, mask=n < K.GROUP)
+    store_sums(sums_ptr, sums, at, (n < K.GROUP) & (peaks > float("-inf")), K)
 
 
 @gluon.jit(do_not_specialize=["segments", "shares", "width", "slots"])
@@ -451,30 +422,17 @@ def values_kernel(
     q_ptr: gl.tensor,
     records_ptr: gl.tensor,
     normalisers_ptr: gl.tensor,
-    ids_ptr: gl.tensor,
-    counts_ptr: gl.tensor,
-    weights_ptr: gl.tensor,
-    tiles_ptr: gl.tensor,
-    weighed_ptr: gl.tensor,
-    left_ptr: gl.tensor,
-    sums_ptr: gl.tensor,
-    peaks_ptr: gl.tensor,
-    totals_ptr: gl.tensor,
+    lists: gl.tensor,
+    leaves: gl.tensor,
+    partials: gl.tensor,
     scale_log2: gl.tensor,
     segments: gl.tensor,
     shares: gl.tensor,
     width: gl.tensor,
     slots: gl.tensor,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    X: gl.constexpr,
-    DIM: gl.constexpr,
-    VALUE_BITS: gl.constexpr,
-    VALUE_GROUPS: gl.constexpr,
-    TILE: gl.constexpr,
+    K: gl.constexpr,
     EXACT: gl.constexpr,
     SEGMENTS: gl.constexpr,
-    AHEAD: gl.constexpr,
     CHAINED: gl.constexpr,
 ) -> None:
     """Program (slot, row): some of the segments that programs of `pass_kernel` left, into a slot.
@@ -482,19 +440,18 @@ def values_kernel(
     EXACT: the first `shares` programs of a row attend to listed keys, and to sinks, recent window and tail, instead;
     else there are 0 of these. SEGMENTS: a power of two, S at least.
     """
-    Y: gl.constexpr = 2 * (X // tiles_together(X, GROUP))
+    weights_ptr, tiles_ptr, weighed_ptr, left_ptr = leaves
     slot, row = gl.program_id(0), gl.program_id(1)
-    b, head = row // HEADS, row % HEADS
+    b, head = row // K.HEADS, row % K.HEADS
     keys = number(records_ptr, b, _KEYS)
     searches = number(records_ptr, b, _END) > number(records_ptr, b, _FIRST)
-    codes_ptr = value_codes(records_ptr, b, head, keys, DIM, VALUE_BITS)
+    codes_ptr = value_codes(records_ptr, b, head, keys, K)
     wait_alone(CHAINED)
     let_next_begin(CHAINED)
     if EXACT and slot < shares:
         sums, total, peaks = exact_share(
-            q_ptr, records_ptr, ids_ptr, counts_ptr, row, b, head, segments, shares, width, scale_log2,
-            X, GROUP, DIM, VALUE_BITS, SEGMENTS,
-        )  # fmt: skip
+            q_ptr, records_ptr, lists, row, b, head, segments, shares, width, scale_log2, K, SEGMENTS
+        )
     else:
         counted = counts_of(weighed_ptr, row, segments, SEGMENTS)
         tiles = gl.max(counted[1], 0)
@@ -502,14 +459,14 @@ def values_kernel(
         ptrs = (weights_ptr, tiles_ptr)
         found = attend_tiles(
             codes_ptr, ptrs, counted, row * segments, tiles * share // programs, tiles * (share + 1) // programs,
-            width, TILE, X, Y, DIM, VALUE_BITS, VALUE_GROUPS, SEGMENTS, AHEAD,
+            width, K, SEGMENTS,
         )  # fmt: skip
-        left = sums_left(left_ptr, row * segments, segments, share, programs, X, GROUP, VALUE_GROUPS)
+        left = sums_left(left_ptr, row * segments, segments, share, programs, K)
         total, evens = left[0], left[1:]
-        sums = values_of(found, evens, X, Y, DIM, VALUE_BITS)
-        peaks = reference_weights(normalisers_ptr, row, searches, X, GROUP, 1)
+        sums = values_of(found, evens, K)
+        peaks = reference_weights(normalisers_ptr, row, searches, K)
     place = row.to(gl.int64) * slots + slot
-    store_state(sums_ptr, peaks_ptr, totals_ptr, (sums, total, peaks), place, X, GROUP, DIM, VALUE_BITS)
+    store_state(partials, (sums, total, peaks), place, K)
 
 
 def attend_all(
@@ -547,21 +504,15 @@ def attend_others(
     shares = sizes.exact_programs(rows) if exact else 0
     values_kernel[(shares + sizes.value_programs(rows), rows)](
         *what_passes(q_BHGD, records_BF, work, lists),
-        partials.sums_RSGD,
-        partials.peaks_RSG,
-        partials.totals_RSG,
+        partials,
         sizes.head_dim**-0.5 * LOG2E,
         segments,
         shares,
         sizes.width(rows),
         partials.peaks_RSG.shape[1],
-        VALUE_BITS=sizes.value_bits,
-        VALUE_GROUPS=sizes.value_groups,
+        K=sizes.passes(keys=False),
         EXACT=exact,
-        AHEAD=sizes.shape.values_ahead,
         SEGMENTS=max(32, triton.next_power_of_2(segments)),
-        TILE=sizes.tile,
-        **sizes.constants(),
         **sizes.launch(keys=False),
         **chained(q_BHGD.device),
     )

@@ -217,19 +217,19 @@ def list_misses(
     sources: tl.tensor,
     ids: tl.tensor,
     entries: tl.tensor,
-    SHARED: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Appends missing keys to the list; 1 or 0 for each: left to another session, and found no room there."""
     sources_ptr, targets_ptr, ids_ptr, entries_ptr, count_ptr = misses
     mine = missing
-    if SHARED:
+    if K.SHARED:
         mine = mark(marks_ptr, ids, missing)
     listed = mine.to(tl.int32)
     number = tl.sum(listed, 0)
     place = tl.atomic_add(count_ptr, number, mask=number > 0, sem="relaxed")
     place += tl.cumsum(listed, 0) - listed
     fits = mine & (place < room)
-    if SHARED:
+    if K.SHARED:
         unmark(marks_ptr, ids, mine & (place >= room))
     tl.store(sources_ptr + place, sources, mask=fits)
     tl.store(targets_ptr + place, tl.zeros_like(sources), mask=fits)
@@ -272,7 +272,7 @@ def find_kernel(  # noqa: PLR0915 - what a program does stands in one place
     first_entry = row.to(tl.int64) << _ENTRY_BITS
     wait_for_launch(CHAINED)
     # What all of these say is on its way at once.
-    counts = listed_keys(counts_ptr, row, width, K.SEGMENTS, K.SEGMENTS_TILE)
+    counts = listed_keys(counts_ptr, row, width, K)
     done = tl.load(tallies_ptr + _DONE, mask=cached, other=0)
     crowded = tl.load(tallies_ptr + _CROWDED, mask=cached, other=0)
     turn = 1 - tl.load(miss_counts_ptr + _LAST_TURN)
@@ -280,13 +280,13 @@ def find_kernel(  # noqa: PLR0915 - what a program does stands in one place
     source += tl.where(crowded == done, _CLAIM_FIRST, 0)
     listed = tl.minimum(tl.sum(counts, 0), room)
     entries = tl.minimum(listed + always, room)
-    begin, stop = share_of(entries, K.TILE)
+    begin, stop = share_of(entries, K)
     keys = tl.zeros([K.TILE], tl.int32)
     reused = tl.zeros([K.TILE], tl.int32)
     bypassed = tl.zeros([K.TILE], tl.int32)
     for at in range(begin, stop, K.TILE):
         entry = at + tl.arange(0, K.TILE)
-        ids = segment_ids(ids_ptr, counts, width, entry, tl.minimum(stop, listed), K.SEGMENTS)
+        ids = segment_ids(ids_ptr, counts, width, entry, tl.minimum(stop, listed), K)
         ids = with_always(ids, entry, listed, entries, first, end)
         sought = (ids >= 0) & cached
         slot = slots_of(tags_ptr, ids, sets, sought, _WAYS)
@@ -294,7 +294,7 @@ def find_kernel(  # noqa: PLR0915 - what a program does stands in one place
         left, unlisted = list_misses(
             (miss_sources_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr + turn), marks_ptr,
             misses_room, sought & (slot < 0), source + ids.to(tl.int64) * K.ROW_BYTES, ids, first_entry + entry,
-            K.SHARED,
+            K,
         )  # fmt: skip
         bypassed += unlisted
         tl.store(stamps_ptr + slot, tl.zeros([K.TILE], tl.int32) + step.to(tl.int32), mask=there)
@@ -336,9 +336,9 @@ def settle_kernel(
     joined_ptr += row.to(tl.int64) * room
     locations_ptr += row.to(tl.int64) * room
     wait_for_launch(CHAINED)
-    counts = listed_keys(counts_ptr, row, width, K.SEGMENTS, K.SEGMENTS_TILE)
+    counts = listed_keys(counts_ptr, row, width, K)
     entries = tl.minimum(tl.minimum(tl.sum(counts, 0), room) + always, room)
-    begin, stop = share_of(entries, K.TILE)
+    begin, stop = share_of(entries, K)
     lost = tl.zeros([K.TILE], tl.int32)
     for at in range(begin, stop, K.TILE):
         entry = at + tl.arange(0, K.TILE)
@@ -502,14 +502,7 @@ def fetch_rows(
     )
     if shared:
         settle_kernel[(programs, some_rows)](
-            records_BF,
-            lists.counts_RP,
-            joined_RN,
-            buffers.locations_RN,
-            found_RX2,
-            width,
-            room,
-            **finding,
+            records_BF, lists.counts_RP, joined_RN, buffers.locations_RN, found_RX2, width, room, **finding
         )
     return buffers.locations_RN
 
@@ -526,7 +519,7 @@ def claim_slots(
     sets: tl.tensor,
     pending: tl.tensor,
     step: tl.tensor,
-    TILE: tl.constexpr,
+    K: tl.constexpr,
     WAYS: tl.constexpr,
 ) -> tl.tensor:
     """The slot that each pending key, in a step of that number, now owns of those whose stamps begin there, or -1."""
@@ -539,11 +532,11 @@ def claim_slots(
         stamps_ptr[:, None] + (other[:, None] + ways), mask=pending[:, None], other=0, cache_modifier=".cg"
     )
     # Ways of both sets take turns.
-    stamps = tl.reshape(tl.join(stamps, other_stamps), [TILE, 2 * WAYS])
+    stamps = tl.reshape(tl.join(stamps, other_stamps), [K.CLAIM_TILE, 2 * WAYS])
     ways = tl.arange(0, 2 * WAYS)[None, :]
     offset = ids % (2 * WAYS)
     turned = (ways + offset[:, None]) % (2 * WAYS)
-    owned = tl.full([TILE], -1, tl.int32)
+    owned = tl.full([K.CLAIM_TILE], -1, tl.int32)
     while tl.max(pending.to(tl.int32), 0) > 0:
         oldest = tl.min(stamps, 1)
         turn = tl.min(tl.where(stamps == oldest[:, None], turned, 2 * WAYS), 1)
@@ -576,34 +569,28 @@ def claim_misses(
     misses_room: tl.tensor,
     room: tl.tensor,
     claimers: tl.tensor,
-    HEADS: tl.constexpr,
-    FIRST_HEAD: tl.constexpr,
-    SOME_HEADS: tl.constexpr,
-    ENDED: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    TILE: tl.constexpr,
-    SHARED: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Claims slots for a share of the misses, and ends the step of ENDED rows, some perhaps like other programs do."""
     targets_ptr, ids_ptr, entries_ptr, counts_ptr = misses
     program = tl.program_id(0)
-    ended = tl.minimum(program + tl.arange(0, ENDED) * claimers, rows - 1)
-    ended = row_of(ended, HEADS, FIRST_HEAD, SOME_HEADS)
-    of_head = (ended % HEADS).to(tl.int64) * _TALLY
-    ended_ptr = aligned_pointer(records_ptr, ended // HEADS, of_head, TALLIES, tl.int64)
-    cached = field(records_ptr, ended // HEADS, SETS) > 0
+    ended = tl.minimum(program + tl.arange(0, K.ENDED) * claimers, rows - 1)
+    ended = row_of(ended, K.HEADS, K.FIRST_HEAD, K.SOME_HEADS)
+    of_head = (ended % K.HEADS).to(tl.int64) * _TALLY
+    ended_ptr = aligned_pointer(records_ptr, ended // K.HEADS, of_head, TALLIES, tl.int64)
+    cached = field(records_ptr, ended // K.HEADS, SETS) > 0
     wait_for_launch(CHAINED)
     current = tl.load(ended_ptr + _CURRENT, mask=cached, other=0, cache_modifier=".cg")
     count, turn = misses_of_step(counts_ptr, misses_room)
-    for at in range(program * TILE, count, claimers * TILE):
-        place = at + tl.arange(0, TILE)
+    for at in range(program * K.CLAIM_TILE, count, claimers * K.CLAIM_TILE):
+        place = at + tl.arange(0, K.CLAIM_TILE)
         there = place < count
         ids = tl.load(ids_ptr + place, mask=there, other=0, cache_modifier=".cg")
         entries = tl.load(entries_ptr + place, mask=there, other=0, cache_modifier=".cg")
         row = (entries >> _ENTRY_BITS).to(tl.int32)
-        b = row // HEADS
-        head = (row % HEADS).to(tl.int64)
+        b = row // K.HEADS
+        head = (row % K.HEADS).to(tl.int64)
         sets = field(records_ptr, b, SETS)
         tallies_ptr = aligned_pointer(records_ptr, b, head * _TALLY, TALLIES, tl.int64)
         slots = head * sets * _WAYS
@@ -611,18 +598,20 @@ def claim_misses(
         tags_ptr = aligned_pointer(records_ptr, b, slots, TAGS, tl.int32)
         target = field(records_ptr, b, SLOTS) + head * field(records_ptr, b, SLOTS + 1)
         step = tl.load(tallies_ptr + _CURRENT, mask=there, other=0, cache_modifier=".cg")
-        slot = claim_slots(stamps_ptr, ids, sets, there, step.to(tl.int32), TILE, _WAYS)
+        slot = claim_slots(stamps_ptr, ids, sets, there, step.to(tl.int32), K, _WAYS)
         owner = slot >= 0
         # Readers wait for this.
-        target = tl.where(owner, target + slot.to(tl.int64) * ROW_BYTES, _NOWHERE)
+        target = tl.where(owner, target + slot.to(tl.int64) * K.ROW_BYTES, _NOWHERE)
         tl.store(targets_ptr + place, target, mask=there)
         tl.store(tags_ptr + slot, ids + 1, mask=owner)
         at_entry = row.to(tl.int64) * room + (entries & _ENTRY_MASK)
         tl.store(locations_ptr + at_entry, slot, mask=owner)
-        if SHARED:
+        if K.SHARED:
             unmark(marks_of(records_ptr, b, head), ids, there)
         bypassed = there & (slot < 0)
-        tl.atomic_add(tallies_ptr + _BYPASSED, tl.full([TILE], 1, tl.int64), mask=bypassed, sem="relaxed")
+        tl.atomic_add(
+            tallies_ptr + _BYPASSED, tl.full([K.CLAIM_TILE], 1, tl.int64), mask=bypassed, sem="relaxed"
+        )
         tl.store(tallies_ptr + _CROWDED, step, mask=bypassed)
     tl.store(ended_ptr + _DONE, current, mask=cached)
     if program == 0:
@@ -638,33 +627,32 @@ def read_misses(
     misses_room: tl.tensor,
     reader: tl.tensor,
     readers: tl.tensor,
-    WORDS: tl.constexpr,
-    TILE: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Reads a share of the missing rows, TILE in every round, and writes those that have a slot."""
-    first = reader * TILE
-    place = first + tl.arange(0, TILE)
+    first = reader * K.READ_TILE
+    place = first + tl.arange(0, K.READ_TILE)
     wait_for_launch(CHAINED)
     # On their way together: the first misses, whether there are so many or not, and how many there are.
     sources = tl.load(sources_ptr + place, mask=place < misses_room, other=0, cache_modifier=".cg")
     count = misses_of_step(counts_ptr, misses_room)[0]
-    for _ in range(first, count, readers * TILE):
+    for _ in range(first, count, readers * K.READ_TILE):
         there = place < count
         early = there & ((sources & _CLAIM_FIRST) == 0)
-        rows = row_words(sources & _ADDRESS, WORDS)
+        rows = row_words(sources & _ADDRESS, K.WORDS)
         words = tl.load(rows, mask=early[:, None], other=0)
         targets = tl.load(targets_ptr + place, mask=there, other=_NOWHERE, volatile=True)
         while tl.min(targets, 0) == 0:
             targets = tl.load(targets_ptr + place, mask=there, other=_NOWHERE, volatile=True)
         # The next addresses arrive while these rows are under way.
-        next_place = place + readers * TILE
+        next_place = place + readers * K.READ_TILE
         next_sources = tl.load(
             sources_ptr + next_place, mask=next_place < count, other=0, cache_modifier=".cg"
         )
         owned = targets != _NOWHERE
         words = tl.load(rows, mask=(owned & (early == 0))[:, None], other=words)
-        tl.store(row_words(targets, WORDS), words, mask=owned[:, None])
+        tl.store(row_words(targets, K.WORDS), words, mask=owned[:, None])
         place, sources = next_place, next_sources
 
 
@@ -685,11 +673,10 @@ def bring_kernel(
     if tl.program_id(0) < claimers:
         claim_misses(
             records_ptr, locations_ptr, (miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr), rows,
-            misses_room, room, claimers, K.HEADS, K.FIRST_HEAD, K.SOME_HEADS, K.ENDED, K.WORDS * _WORD,
-            K.CLAIM_TILE, K.SHARED, CHAINED,
+            misses_room, room, claimers, K, CHAINED,
         )  # fmt: skip
     else:
         read_misses(
             miss_sources_ptr, miss_targets_ptr, miss_counts_ptr, misses_room, tl.program_id(0) - claimers,
-            tl.num_programs(0) - claimers, K.WORDS, K.READ_TILE, CHAINED,
+            tl.num_programs(0) - claimers, K, CHAINED,
         )  # fmt: skip

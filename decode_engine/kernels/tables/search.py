@@ -90,10 +90,10 @@ def load_query(q_ptr: tl.tensor, slot: tl.tensor, K: tl.constexpr) -> tl.tensor:
     Read as it lies and rearranged afterwards: gathered by subspace, it would take more loads than the centroids. The
     sum, also over a single head, keeps the compiler from gathering.
     """
-    W: tl.constexpr = K.D // K.M
-    HEADS: tl.constexpr = K.G if K.POOLED else 1
+    W: tl.constexpr = K.DIM // K.M
+    HEADS: tl.constexpr = K.GROUP if K.POOLED else 1
     g = tl.arange(0, K.GP if K.POOLED else 2)
-    places = (slot * HEADS + g)[:, None] * K.D + tl.arange(0, K.D)[None, :]
+    places = (slot * HEADS + g)[:, None] * K.DIM + tl.arange(0, K.DIM)[None, :]
     q = tl.sum(tl.load(q_ptr + places, mask=(g < HEADS)[:, None], other=0.0).to(tl.float32), 0)
     return tl.trans(tl.reshape(q, [W, K.M])) if K.STRIDED else tl.reshape(q, [K.M, W])
 
@@ -116,9 +116,9 @@ def pick_rows(
     again, with weight 0. What does not depend on the launch before is read before it has ended.
     """
     rows_ptr, weights_ptr, units_ptr = picked
-    W: tl.constexpr = K.D // K.M
+    W: tl.constexpr = K.DIM // K.M
     J: tl.constexpr = max(4, K.M)
-    CB: tl.constexpr = min(K.CP, _PICK_SIZE // K.D)
+    CB: tl.constexpr = min(K.CP, _PICK_SIZE // K.DIM)
     s = tl.arange(0, K.M)
     row_blocks = (field(records_ptr, b, TABLE_ROW) // (4 * MINI_WORDS)).to(tl.int32)
     scales_ptr = field(records_ptr, b, SCALES).to(tl.pointer_type(tl.float32))
@@ -460,13 +460,10 @@ def pick_kernel(
     """One program per query: see `pick_rows`. Records are not written by the launch before, so they are read early."""
     slot = tl.program_id(0)
     bh = slot // K.L
-    b = bh // K.H
+    b = bh // K.HEADS
     first, end = searched_keys(records_ptr, b)
     if end > first:
-        pick_rows(
-            q_ptr, records_ptr, picked, b, bh % K.H, slot, scale,
-            K, CHAINED
-        )  # fmt: skip
+        pick_rows(q_ptr, records_ptr, picked, b, bh % K.HEADS, slot, scale, K, CHAINED)
     else:
         wait_alone(CHAINED)
     # Late, here and below: programs that come early only wait, in places that others need.
@@ -490,17 +487,14 @@ def sample_pooled_kernel(
     """
     rows_ptr, weights_ptr, units_ptr = picked
     bh = tl.program_id(1)
-    b = bh // K.H
+    b = bh // K.HEADS
     sequence = load_sequence(records_ptr, b)
     _, _, span, _, _ = sequence
     # Which keys are sampled is worked out while the launch before still runs, here and below.
     word, mask = sampled_words(sequence, K.S)
     if K.PICK:
         if span > 0:
-            pick_rows(
-                q_ptr, records_ptr, picked, b, bh % K.H, bh, scale,
-                K, CHAINED
-            )  # fmt: skip
+            pick_rows(q_ptr, records_ptr, picked, b, bh % K.HEADS, bh, scale, K, CHAINED)
         else:
             wait_alone(CHAINED)
         tl.debug_barrier()
@@ -554,7 +548,7 @@ def score_kernel(
     rows_ptr, weights_ptr, units_ptr = picked
     tile = tl.program_id(0) // K.L
     bh = tl.program_id(1)
-    sequence = load_sequence(records_ptr, bh // K.H)
+    sequence = load_sequence(records_ptr, bh // K.HEADS)
     wait_alone(CHAINED)
     slot = bh * K.L + tl.program_id(0) % K.L
     if tile < tile_count(sequence, K.BW):
@@ -610,7 +604,7 @@ def combine_kernel(
     stretch of runs another."""
     logits_ptr, peaks_ptr, masses_ptr = scored
     bh = tl.program_id(1)
-    sequence = load_sequence(records_ptr, bh // K.H)
+    sequence = load_sequence(records_ptr, bh // K.HEADS)
     tiles = tile_count(sequence, K.BW)
     apart = tl.maximum(tl.cdiv(tiles * K.BW, K.S * SAMPLE_WORDS), 1)
     j = tl.arange(0, SAMPLE_WORDS)

@@ -194,11 +194,11 @@ def select_kernel(
     """Program (tile, bh): writes the ids of the tile's kept keys, and how many they are."""
     tile = tl.program_id(0)
     bh = tl.program_id(1)
-    sequence = load_sequence(records_ptr, bh // K.H)
+    sequence = load_sequence(records_ptr, bh // K.HEADS)
     wait_alone(CHAINED)
     place = bh * P + tile
     count = keep_keys(
-        sequence, found, ids_ptr + place.to(tl.int64) * (4 * K.BW), bh, bh % K.H, tile, P, K
+        sequence, found, ids_ptr + place.to(tl.int64) * (4 * K.BW), bh, bh % K.HEADS, tile, P, K
     )  # fmt: skip
     tl.store(counts_ptr + place, count)
     let_next_begin(CHAINED)
@@ -240,8 +240,8 @@ def attend_rows(
     its turn. Returns peaks, totals and sums of `online_softmax`.
     """
     x = tl.program_id(0)
-    b = bh // K.H
-    d = tl.arange(0, K.D)
+    b = bh // K.HEADS
+    d = tl.arange(0, K.DIM)
     n_keys = field(records_ptr, b, KEYS).to(tl.int32)
     first, end = searched_keys(records_ptr, b)
     in_context = first + n_keys - end
@@ -251,12 +251,12 @@ def attend_rows(
     far = tl.maximum(tl.cdiv(runs - K.EXACT * NEAR_RUNS - x, tl.num_programs(0)), 0)
     listed = tl.cdiv(count, K.BN)
     element: tl.constexpr = q_ptr.dtype.element_ty
-    kv_ptr = head_rows(records_ptr, b, bh % K.H, KV, element)
+    kv_ptr = head_rows(records_ptr, b, bh % K.HEADS, KV, element)
     # Key ids count on into the tail, whose rows are addressed relative to the context's.
-    to_tail = distance(kv_ptr, head_rows(records_ptr, b, bh % K.H, TAIL, element), element)
-    tail_offset = to_tail - n_keys.to(tl.int64) * (2 * K.D)
-    q = load_group(q_ptr, bh, K.G, K.D)
-    peaks, totals, sums = no_keys_yet(K.D)
+    to_tail = distance(kv_ptr, head_rows(records_ptr, b, bh % K.HEADS, TAIL, element), element)
+    tail_offset = to_tail - n_keys.to(tl.int64) * (2 * K.DIM)
+    q = load_group(q_ptr, bh, K)
+    peaks, totals, sums = no_keys_yet(K)
     for turn in range(0, listed + near + far):
         own = turn - listed
         run = tl.where(
@@ -266,11 +266,11 @@ def attend_rows(
         there = n < tl.where(own < 0, count, exact)
         always = tl.where(n < first, n, tl.where(n < in_context, n - first + end, n - in_context + n_keys))
         key = tl.where(own < 0, tl.load(ids_ptr + n, mask=there & (own < 0), other=0), always)
-        offset = key.to(tl.int64) * (2 * K.D) + tl.where(key < n_keys, 0, tail_offset)
+        offset = key.to(tl.int64) * (2 * K.DIM) + tl.where(key < n_keys, 0, tail_offset)
         row_ptrs = kv_ptr + tl.multiple_of(offset, 8)[:, None] + d[None, :]
         k = tl.load(row_ptrs, mask=there[:, None], other=0.0)
-        v = tl.load(row_ptrs + K.D, mask=there[:, None], other=0.0)
-        peaks, totals, sums = attend_tile(q, k, v, there, (peaks, totals, sums), scale_log2, K.PRECISION)
+        v = tl.load(row_ptrs + K.DIM, mask=there[:, None], other=0.0)
+        peaks, totals, sums = attend_tile(q, k, v, there, (peaks, totals, sums), scale_log2, K)
     return peaks, totals, sums
 
 
@@ -292,26 +292,20 @@ def attend_kernel(
     x = tl.program_id(0)
     bh = tl.program_id(1)
     tile = x - K.EXACT
-    sequence = load_sequence(records_ptr, bh // K.H)
+    sequence = load_sequence(records_ptr, bh // K.HEADS)
     wait_alone(CHAINED)
     tile_ids_ptr = ids_ptr + (bh.to(tl.int64) * P + tl.maximum(tile, 0)) * (4 * K.BW)
-    count = keep_keys(
-        sequence, found, tile_ids_ptr, bh, bh % K.H, tile, P, K
-    )  # fmt: skip
+    count = keep_keys(sequence, found, tile_ids_ptr, bh, bh % K.HEADS, tile, P, K)
     tl.store(counts_ptr + bh * P + tile, count, mask=tile >= 0)
     tl.debug_barrier()
-    peaks, totals, sums = attend_rows(
-        q_ptr, records_ptr, tile_ids_ptr, bh, count, scale_log2,
-        K
-    )  # fmt: skip
+    peaks, totals, sums = attend_rows(q_ptr, records_ptr, tile_ids_ptr, bh, count, scale_log2, K)
     store_partial(
         (out_sums_ptr, out_peaks_ptr, out_totals_ptr),
         bh,
         tl.num_programs(0),
         x,
         (peaks, totals, sums),
-        K.G,
-        K.D,
+        K,
         True,
     )
     # Not sooner: programs that come early take the place of those that still have work.

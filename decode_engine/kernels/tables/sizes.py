@@ -179,11 +179,11 @@ class TableConstants(NamedTuple):
     products of rows.
     """
 
-    H: tl.constexpr
+    HEADS: tl.constexpr
     L: tl.constexpr
-    G: tl.constexpr
+    GROUP: tl.constexpr
     GP: tl.constexpr
-    D: tl.constexpr
+    DIM: tl.constexpr
     M: tl.constexpr
     C: tl.constexpr
     CP: tl.constexpr

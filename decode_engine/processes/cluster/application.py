@@ -19,8 +19,7 @@ import ray
 from decode_engine.processes.cluster.cluster_config import ClusterConfig
 from decode_engine.processes.cluster.front import FrontDoor
 from decode_engine.processes.cluster.near import cores_near
-from decode_engine.processes.cluster.roster import Roster
-from decode_engine.processes.cluster.scaling import Load, Scale
+from decode_engine.processes.cluster.roster import Load, Roster, Scale
 from decode_engine.processes.cluster.watched import Watched
 from decode_engine.rpc.client.clients import Client
 from decode_engine.rpc.door.options import Certificates, Credentials
@@ -146,10 +145,7 @@ class Door:
 
     def __init__(self, name: str, config: ClusterConfig) -> None:
         self._config, self._roster = config, roster()
-        certificates = None
-        if config.tls_cert is not None and config.tls_key is not None:
-            certificates = Certificates(config.tls_cert, config.tls_key)
-            certificates.check()
+        certificates = Certificates.given(config.tls_cert, config.tls_key)
         http = f"{config.listen.rpartition(':')[0]}:{config.http_port}"
         replicas = ray.get(self._roster.replicas.remote())
         self._front = FrontDoor(
@@ -166,7 +162,6 @@ class Door:
                 logger.warning("the roster does not answer: %s", error)
 
     def serves(self) -> bool:
-        """It does, where it answers."""
         return True
 
     def end(self) -> None:

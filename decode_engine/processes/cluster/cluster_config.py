@@ -9,28 +9,13 @@ from typing import Annotated
 from typer import Option
 
 from decode_engine.settings.command_options import ModelOption
-from index_store.cli.options import (
-    Address,
-    AtLeast,
-    Filled,
-    InputFile,
-    ObjectsOption,
-    StoreOption,
-)
+from index_store.cli.options import Address, AtLeast, Filled, InputFile, ObjectsOption, StoreOption
 
-MaxSessionsOption = Annotated[
-    int, Option(help="Requests in progress at once, of each engine."), AtLeast(1, 4096)
-]
-ListenOption = Annotated[
-    str, Option("--listen", metavar="HOST:PORT", help="Where front doors answer gRPC."), Address()
-]
-HttpPortOption = Annotated[int, Option(help="And HTTP, at the same host."), AtLeast(1, 65535)]
-TlsCertOption = Annotated[
-    Path | None,
-    Option("--tls-cert", help="Encrypt at front doors, with this certificate (PEM)."),
-    InputFile(),
-]
-TlsKeyOption = Annotated[Path | None, Option("--tls-key", help="Its private key (PEM)."), InputFile()]
+MaxSessionsOption = Annotated[int, "Requests in progress at once, of each engine.", AtLeast(1, 4096)]
+ListenOption = Annotated[str, "Where front doors answer gRPC.", Address()]
+HttpPortOption = Annotated[int, "And HTTP, at the same host.", AtLeast(1, 65535)]
+TlsCertOption = Annotated[Path | None, "Encrypt at front doors, with this certificate (PEM).", InputFile()]
+TlsKeyOption = Annotated[Path | None, "Its private key (PEM).", InputFile()]
 TokenOption = Annotated[
     Path | None,
     Option("--token", metavar="FILE", help="A token with the right admin, where engines ask for tokens."),
@@ -59,21 +44,17 @@ class ClusterConfig(StateConfig):
     store: StoreOption
     model: ModelOption
     objects: ObjectsOption = None
-    replicas: Annotated[int, Option(help="Engines at least."), AtLeast(1, 1000)] = 1
+    replicas: Annotated[int, "Engines at least.", AtLeast(1, 1000)] = 1
     most_replicas: Annotated[
-        int,
-        Option(help="Engines at most, where requests wait or memory is full; 0: --replicas."),
-        AtLeast(0, 1000),
+        int, "Engines at most, where requests wait or memory is full; 0: --replicas.", AtLeast(0, 1000)
     ] = 0
     down_after: Annotated[
-        float, Option(help="Seconds that fewer engines have to be enough before one ends."), AtLeast(0)
+        float, "Seconds that fewer engines have to be enough before one ends.", AtLeast(0)
     ] = 120.0
     max_sessions: MaxSessionsOption = 16
-    workers: Annotated[int, Option(help="Prefill workers."), AtLeast(0, 1000)] = 1
+    workers: Annotated[int, "Prefill workers.", AtLeast(0, 1000)] = 1
     doors: Annotated[
-        int,
-        Option(help="Front doors, which share the ports: where one ends, another takes connections."),
-        AtLeast(1, 16),
+        int, "Front doors, which share the ports: where one ends, another takes connections.", AtLeast(1, 16)
     ] = 2
     listen: ListenOption = "127.0.0.1:50051"
     http_port: HttpPortOption = 8000
@@ -90,20 +71,12 @@ class ClusterConfig(StateConfig):
         InputFile(),
     ] = None
     token: TokenOption = None
-    gpus: Annotated[float, Option("--gpus", help="GPUs of each engine."), AtLeast(0, 16)] = 0.0
-    cpus: Annotated[
-        float, Option("--cpus", help="Cores that Ray counts for each engine."), AtLeast(0, 1024)
-    ] = 0.0
+    gpus: Annotated[float, "GPUs of each engine.", AtLeast(0, 16)] = 0.0
+    cpus: Annotated[float, "Cores that Ray counts for each engine.", AtLeast(0, 1024)] = 0.0
     host: Annotated[
-        str,
-        Option(
-            "--host",
-            help="This machine's address for the cluster's other machines; by default there are none.",
-        ),
+        str, "This machine's address for the cluster's other machines; by default there are none."
     ] = "127.0.0.1"
-    grace: Annotated[
-        float, Option(help="Seconds that running requests have when an engine ends."), AtLeast(0)
-    ] = 30.0
+    grace: Annotated[float, "Seconds that running requests have when an engine ends.", AtLeast(0)] = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +93,11 @@ class FrontConfig:
         ),
         Filled(),
     ] = ()
-    one_store: Annotated[
-        bool, Option("--one-store", help="Engines read one store: what one has, all have.")
-    ] = False
+    one_store: Annotated[bool, "Engines read one store: what one has, all have."] = False
     max_sessions: MaxSessionsOption = 16
     listen: ListenOption = "127.0.0.1:50051"
     http_port: HttpPortOption = 8000
     tls_cert: TlsCertOption = None
     tls_key: TlsKeyOption = None
     token: TokenOption = None
-    grace: Annotated[float, Option(help="Seconds that running requests have at the end."), AtLeast(0)] = 30.0
+    grace: Annotated[float, "Seconds that running requests have at the end.", AtLeast(0)] = 30.0

@@ -158,7 +158,6 @@ def tell(config: StateConfig) -> None:
 
 
 def _told_to_stop() -> list[int]:
-    """The signals to end that come from now on."""
     found: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: found.append(number))
@@ -226,7 +225,6 @@ class _State:
             token.write_text(secrets.token_hex(32))
 
     def clear(self) -> None:
-        """Nothing runs any more."""
         for name in ("pid", "serving", "head.json"):
             (self.folder / name).unlink(missing_ok=True)
 
@@ -242,7 +240,6 @@ class _State:
 
     @property
     def serving(self) -> bool:
-        """Whether the application runs."""
         return (self.folder / "serving").exists()
 
     @serving.setter
@@ -251,7 +248,6 @@ class _State:
 
     @property
     def told(self) -> dict[str, Any]:
-        """Where the head listens."""
         found: dict[str, Any] = json.loads((self.folder / "head.json").read_text())
         return found
 
@@ -325,7 +321,6 @@ class _Head:
 
     @property
     def runs(self) -> bool:
-        """Whether it does."""
         return self._process is not None and self._process.poll() is None
 
     def keep(self, arguments: list[str], stopping: list[int], served: bool) -> None:
@@ -351,7 +346,6 @@ def _free_port(host: str) -> int:
 
 
 def main() -> None:
-    """Runs a command."""
     run_command("ops/cluster", lambda word: app)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import re
-import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from decode_engine.errors import NotReadyError
+from decode_engine.processes.attached import stop_signals
 from decode_engine.processes.cluster.cluster_config import FrontConfig
 from decode_engine.processes.cluster.front import FrontDoor
 from decode_engine.rpc.client.clients import Client
@@ -69,7 +69,6 @@ class Engines:
         self._pool = ThreadPoolExecutor(len(engines), thread_name_prefix="ask-engine")
 
     def ask(self) -> list[Replica]:
-        """Those that answer now."""
         asked = list(self._pool.map(self._ask_one, self._engines))
         for engine, (_, said) in zip(self._engines, asked, strict=True):
             if said != self._told.get(engine.name):
@@ -118,21 +117,16 @@ def serve_front(config: FrontConfig) -> None:
     engines = parse_engines(config.engine, config.max_sessions, config.one_store)
     if not engines:
         raise InvalidArgumentError("no engine is given; name each with --engine HOST:PORT/HTTP-PORT")
-    certificates = None
-    if config.tls_cert is not None and config.tls_key is not None:
-        certificates = Certificates(config.tls_cert, config.tls_key)
-        certificates.check()
+    certificates = Certificates.given(config.tls_cert, config.tls_key)
     token = None if config.token is None else config.token.read_text().strip()
-    ending = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: ending.set())
-    asking = Engines(engines, Credentials(token=token))
     http = f"{config.listen.rpartition(':')[0]}:{config.http_port}"
-    door = FrontDoor(config.listen, http, replicas=asking.ask(), certificates=certificates)
-    keeping = threading.Thread(target=asking.keep, args=(door,), name="engines", daemon=True)
-    keeping.start()
-    logger.info("front door at %s and %s", door.address, door.url)
-    ending.wait()
-    asking.leave()
-    keeping.join()
-    door.stop(config.grace)
+    with stop_signals(config.grace) as stopping:
+        asking = Engines(engines, Credentials(token=token))
+        door = FrontDoor(config.listen, http, replicas=asking.ask(), certificates=certificates)
+        keeping = threading.Thread(target=asking.keep, args=(door,), name="engines", daemon=True)
+        keeping.start()
+        logger.info("front door at %s and %s", door.address, door.url)
+        stopping.wait()
+        asking.leave()
+        keeping.join()
+        door.stop(stopping.left_s)

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Coroutine, Iterable
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from typing import Self
 
 import aiohttp
 from grpc import aio
 
-from decode_engine.errors import AddressError
 from decode_engine.gateway.exchange import Bounds
 from decode_engine.gateway.serving import HttpPort
-from decode_engine.processes.cluster.asked import Asked
-from decode_engine.processes.cluster.directory import Directory
 from decode_engine.processes.cluster.grpc_door import GrpcForwarding
 from decode_engine.processes.cluster.http_door import HttpForwarding
-from decode_engine.processes.cluster.tries import Tries
+from decode_engine.processes.cluster.tries import Asked, Directory, Tries
 from decode_engine.rpc.door.access import Door
 from decode_engine.rpc.door.options import Certificates
 from decode_engine.rpc.routing.router import Replica, Router
 from decode_engine.rpc.transport.calls import Gate, Limits
-from decode_engine.rpc.transport.listener import server_credentials, server_options
+from decode_engine.rpc.transport.listener import begin_at, server_options
 from decode_engine.rpc.transport.status import Paths
-
-ResultT = TypeVar("ResultT")
+from decode_engine.rpc.transport.work import LoopThread
 
 _PLACES = 4096
 """Requests that a front door may have open at once. How many a replica takes it says itself."""
@@ -53,42 +48,39 @@ class FrontDoor:
         """listen, http_listen: HOST:PORT, port 0 for a free one. shared: other processes listen there, too."""
         self._router = Router()
         self._router.update(replicas)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="front-door", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("front-door")
+        self._held = AsyncExitStack()
         bounds = Bounds().beside(_PLACES)
         try:
-            self.address = self._run(self._start(listen, limits, certificates, shared))
+            self.address = self._thread.do(self._start(listen, limits, certificates, shared))
             app = HttpForwarding(self._begin, self._session, self._serving, bounds)
             self.http = HttpPort(
-                http_listen, app, self._loop, certificates=certificates, bounds=bounds, shared=shared
+                http_listen, app, self._thread.loop, certificates=certificates, bounds=bounds, shared=shared
             )
         except BaseException:
-            self._end_loop()
+            self._thread.do(self._held.aclose())
+            self._thread.close()
             raise
         self.url = f"{'http' if certificates is None else 'https'}://{self.http.address}"
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.stop(0.0)
 
     def update(self, replicas: Iterable[Replica]) -> None:
-        """Says who serves from now on."""
-        self._loop.call_soon_threadsafe(self._router.update, tuple(replicas))
+        self._thread.loop.call_soon_threadsafe(self._router.update, tuple(replicas))
 
     def stop(self, grace_s: float) -> None:
         """Takes no more calls, and ends those that run after the grace."""
-        self._run(self._stop(grace_s))
-        self._end_loop()
+        self._thread.do(self._stop(grace_s))
+        self._thread.close()
 
     async def _start(
         self, listen: str, limits: Limits, certificates: Certificates | None, shared: bool
     ) -> str:
-        self._session = aiohttp.ClientSession(
+        session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
             connector=aiohttp.TCPConnector(limit=0),
             auto_decompress=False,
@@ -96,20 +88,13 @@ class FrontDoor:
             max_line_size=2**16,
             max_field_size=2**16,
         )
+        self._session = await self._held.enter_async_context(session)
         self._directory = Directory(self._session)
         self._forwarding = GrpcForwarding(self._begin)
         self._gate = Gate(limits, Paths(), Door(), line=logging.DEBUG)  # replicas tell of it
         self._server = aio.server(interceptors=[self._gate], options=server_options(limits, shared))
         self._server.add_generic_rpc_handlers([self._forwarding])
-        try:
-            if certificates is None:
-                port = self._server.add_insecure_port(listen)
-            else:
-                port = self._server.add_secure_port(listen, server_credentials(certificates))
-        except RuntimeError as error:
-            raise AddressError.of(listen) from error
-        await self._server.start()
-        return f"{listen.rpartition(':')[0]}:{port}"
+        return await begin_at(self._server, listen, certificates)
 
     def _begin(self, asked: Asked, authorization: str, left_s: float | None = None) -> Tries:
         return Tries(self._router, self._directory, asked, authorization, left_s)
@@ -120,13 +105,5 @@ class FrontDoor:
     async def _stop(self, grace_s: float) -> None:
         await asyncio.gather(self._server.stop(grace_s), self.http.end(grace_s))
         await self._forwarding.close()
-        await self._session.close()
+        await self._held.aclose()
         self._gate.work.close()
-
-    def _run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()

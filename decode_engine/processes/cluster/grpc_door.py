@@ -11,8 +11,14 @@ import grpc
 from grpc import aio
 
 from decode_engine.errors import EngineCrashedError, NotReadyError
-from decode_engine.processes.cluster.asked import MANY_MESSAGES, Asked, asked_by_rpc
-from decode_engine.processes.cluster.tries import ELSEWHERE, MOVED_ON, Tries
+from decode_engine.processes.cluster.tries import (
+    ELSEWHERE,
+    MANY_MESSAGES,
+    MOVED_ON,
+    Asked,
+    Tries,
+    asked_by_rpc,
+)
 from decode_engine.rpc.routing.router import Replica
 from decode_engine.rpc.transport.calls import AbortError, Call
 from decode_engine.rpc.transport.status import error_info

@@ -23,8 +23,7 @@ from decode_engine.gateway.exchange import (
     refusal,
 )
 from decode_engine.gateway.wire.reply_structs import event
-from decode_engine.processes.cluster.asked import asked_by_http
-from decode_engine.processes.cluster.tries import ELSEWHERE, MOVED_ON, Tries
+from decode_engine.processes.cluster.tries import ELSEWHERE, MOVED_ON, Tries, asked_by_http
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import SparseKVError
 from index_store.jobs.uploads import MOST_DOCUMENT_BYTES
@@ -56,7 +55,6 @@ class HttpForwarding:
         self._open = self._body_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         self._open += 1
         held = 0
         try:

@@ -1,17 +1,172 @@
-"""The replicas that one call goes to, one after another, until one has taken it."""
+"""Where one call goes: what it is about, which family of contexts that is, and the replicas that are asked, one after
+another, until one has taken it. Doors of replicas read and check all of a call.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
-from dataclasses import replace
-from types import TracebackType
-from typing import Self
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+from urllib.parse import quote, unquote
+
+import aiohttp
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 
 from decode_engine.errors import NotReadyError
-from decode_engine.processes.cluster.asked import Asked
-from decode_engine.processes.cluster.directory import Directory
+from decode_engine.rpc.client.connection import REPEATED
+from decode_engine.rpc.client.verbs import METHODS
 from decode_engine.rpc.routing.router import Replica, Router, Wanted
+from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
+
+SESSION = "x-session-id"
+"""The header, or the metadata, by which a caller says that its requests belong together."""
+
+MANY_MESSAGES = frozenset({"UploadDocument", "ServerReflectionInfo"})
+"""Methods whose caller sends more than one message."""
+_STREAMS = frozenset({"Generate", "BatchGenerate", "Check", "Watch"})
+_ORDERED = frozenset({"CreateContext", "UploadDocument"})
+_OPERATIONS = "google.longrunning.Operations"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """context: by name, id or `contexts/<id>`, "" for none. session: whose requests stay together. attended: it is
+    about what workers make. repeatable: it may be made twice. patient: it may wait for a replica to come."""
+
+    context: str = ""
+    session: str = ""
+    attended: bool = False
+    repeatable: bool = True
+    patient: bool = True
+
+
+def asked_by_rpc(path: str, first: bytes, metadata: Mapping[str, Any]) -> Asked:
+    """Of a method, `/service/Method`, and the first message of its caller."""
+    service, _, method = path.lstrip("/").partition("/")
+    known = METHODS.get(method)
+    context = ""
+    if known is not None and known.containing_service.full_name == service:
+        try:
+            message: Any = GetMessageClass(known.input_type).FromString(first)
+        except DecodeError:  # which the replica tells
+            message = None
+        context = _context_of(message)
+    operation = service == _OPERATIONS
+    return Asked(
+        context=context,
+        session=str(metadata.get(SESSION, "")),
+        attended=operation or method in _ORDERED,
+        repeatable=method in REPEATED or method in _STREAMS,
+        patient=not service.startswith("grpc."),
+    )
+
+
+def _context_of(message: Any) -> str:
+    fields = {} if message is None else message.DESCRIPTOR.fields_by_name
+    if "context" in fields and fields["context"].message_type is None:
+        return str(message.context)
+    if "context" in fields:  # of UpdateContext
+        return str(message.context.name)
+    name = str(message.name) if "name" in fields else ""
+    return name if name.startswith("contexts/") else ""
+
+
+def asked_by_http(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Asked:
+    """Of a request, whose body has come."""
+    parts = [unquote(part) for part in path.strip("/").split("/")]
+    session = headers.get(SESSION, "")
+    if parts[:2] in (["v1", "operations"], ["v1", "files"]) or parts == ["v1", "contexts"]:
+        ordered = method != "GET" or parts[1] != "contexts"
+        return Asked(session=session, attended=ordered, repeatable=method == "GET")
+    if parts[:2] == ["v1", "contexts"]:
+        name = "/".join(parts[2:])
+        name = name.removesuffix("/tokens") if method == "GET" else name
+        return Asked(context=name, session=session, repeatable=method != "DELETE")
+    given = _object(body, headers.get("content-encoding", "")) if method == "POST" else {}
+    context, told = given.get("context"), given.get("prompt_cache_key")
+    return Asked(
+        context=context if isinstance(context, str) else "",
+        session=session or (told if isinstance(told, str) else ""),
+    )
+
+
+def _object(body: bytes, encoding: str) -> dict[str, Any]:
+    """What a body says, nothing where it cannot be read: the replica tells why."""
+    try:
+        if encoding.strip().lower() not in ("", "identity"):
+            body = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32).decompress(body, MAX_REQUEST_BYTES)
+        given = json.loads(body)
+    except (ValueError, zlib.error, RecursionError):
+        return {}
+    return given if isinstance(given, dict) else {}
+
+
+KNOWN_S = 60.0
+"""Parents do not change, names seldom; what is out of date costs a request a longer way and nothing else."""
+_MOST_KNOWN = 100_000
+_MOST_PARENTS = 64
+_ASK_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """root: id of the context whose rows all others of the family continue. nbytes: in memory, of the context and those
+    that it continues."""
+
+    root: str
+    nbytes: int = 0
+
+
+class Directory:
+    """Remembers families, by callers: what one may not see it does not learn. For one event loop."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._known: OrderedDict[tuple[str, str], tuple[float, Family]] = OrderedDict()
+
+    async def find(self, name: str, authorization: str, replica: Replica) -> Family:
+        """The family of a context; one of its own where the replica does not tell."""
+        known = self._known.get((authorization, name))
+        if known is not None and time.monotonic() < known[0]:
+            return known[1]
+        seen, nbytes = name.removeprefix("contexts/"), 0
+        family = Family(seen)
+        for _ in range(_MOST_PARENTS):
+            told = await self._ask(seen, authorization, replica)
+            if told is None:
+                return family
+            nbytes += int(told.get("kv_bytes") or 0) + int(told.get("index_bytes") or 0)
+            family = Family(str(told.get("id") or seen), nbytes)
+            seen = str(told.get("parent") or "").removeprefix("contexts/")
+            if not seen:
+                break
+        self._known[authorization, name] = (time.monotonic() + KNOWN_S, family)
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+        return family
+
+    async def _ask(self, name: str, authorization: str, replica: Replica) -> dict[str, Any] | None:
+        headers = {"authorization": authorization} if authorization else {}
+        url = f"{replica.http}/v1/contexts/{quote(name, safe='')}"
+        try:
+            async with self._session.get(
+                url, headers=headers, timeout=aiohttp.ClientTimeout(total=_ASK_S)
+            ) as reply:
+                told = await reply.json() if reply.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            logger.debug("%s does not tell about a context: %s", replica.name, error)
+            return None
+        return told if isinstance(told, dict) else None
+
 
 PATIENCE_S = 30.0
 """How long a call waits for a replica that can take it: as long as a replica may take to start again."""
@@ -51,9 +206,7 @@ class Tries:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._end()
 
     async def next(self) -> Replica:

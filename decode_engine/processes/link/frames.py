@@ -72,7 +72,8 @@ class Leaves(Struct, frozen=True, array_like=True, tag="leave"):
     """The last message of a door: it wants nothing any more."""
 
 
-FromDoor = Hello | Submits | Stops | Cancels | Asks | Alive | Leaves
+OfKnownDoor = Submits | Stops | Cancels | Asks | Alive | Leaves
+FromDoor = Hello | OfKnownDoor
 
 
 class Starting(Struct, frozen=True, array_like=True, tag="starting"):
@@ -131,7 +132,6 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 def decode_result(result: Raw, kind: type[ResultT]) -> ResultT:
-    """A question's answer."""
     return msgspec.msgpack.decode(result, type=kind)
 
 

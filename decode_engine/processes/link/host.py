@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,28 +20,8 @@ from msgspec import Raw
 
 from decode_engine.errors import InternalError
 from decode_engine.orders.events import Core, Ends, Event, Facts, Fails, Handle, event_of_error
-from decode_engine.processes.link.frames import (
-    LIFE_S,
-    VERSION,
-    Alive,
-    Answers,
-    Asks,
-    Cancels,
-    Closing,
-    Denies,
-    FromEngine,
-    Hello,
-    Leaves,
-    LoopSocket,
-    Starting,
-    Stops,
-    Submits,
-    Turn,
-    Unknown,
-    Welcome,
-    decode_from_door,
-    encode,
-)
+from decode_engine.processes.link import frames
+from decode_engine.rpc.transport.work import LoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +51,7 @@ class _Peer:
     which it is told when it says something again."""
 
     address: bytes
-    hello: Hello
+    hello: frames.Hello
     heard: float
     requests: dict[int, _Request] = field(default_factory=dict)
     questions: dict[int, asyncio.Task[None]] = field(default_factory=dict)
@@ -103,59 +81,46 @@ class EngineHost:
         self._peers: dict[bytes, _Peer] = {}
         self._spoken_of: list[_Peer] = []
         self._tick: asyncio.TimerHandle | None = None
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("link")
+        self.loop = self._thread.loop
         try:
-            asyncio.run_coroutine_threadsafe(self._open(path), self.loop).result()
+            self._thread.do(self._open(path))
         except BaseException:
-            self._end_loop()
+            self._thread.close()
             raise
 
     def say(self, phase: str) -> None:
-        """What the engine does while it starts."""
         self.loop.call_soon_threadsafe(self._say, phase)
 
     def open(self, core: Core) -> Facts:
-        """From here on requests are taken."""
-        return asyncio.run_coroutine_threadsafe(self._take_in(core), self.loop).result()
+        return self._thread.do(self._take_in(core))
 
     def close(self, error: Fails) -> None:
         """Ends all requests that are open with that error, and speaks no more. Idempotent."""
         if not self.loop.is_closed():
-            done: Future[None] = asyncio.run_coroutine_threadsafe(self._close(error), self.loop)
-            done.result()
-            self._end_loop()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-
-    def _end_loop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
+            self._thread.do(self._close(error))
+            self._thread.close()
 
     async def _open(self, path: Path) -> None:
         gone = int(zmq.Event.DISCONNECTED)
-        self._socket = LoopSocket(
+        self._socket = frames.LoopSocket(
             zmq.SocketType.ROUTER, self._patience.turns, gone, self._receive, self._note_gone
         )
         self._socket.bind(path)
-        self._tick = self.loop.call_later(LIFE_S, self._look_round)
+        self._tick = self.loop.call_later(frames.LIFE_S, self._look_round)
 
     async def _take_in(self, core: Core) -> Facts:
         self._facts = await core.facts()
         self._core = core
         for peer in list(self._peers.values()):
-            self._send(peer, Welcome(peer.hello.life, self._facts))
+            self._send(peer, frames.Welcome(peer.hello.life, self._facts))
         return self._facts
 
     async def _close(self, error: Fails) -> None:
         self._flush()
         questions: list[asyncio.Task[None]] = []
         for peer in list(self._peers.values()):
-            self._send(peer, Closing(error))
+            self._send(peer, frames.Closing(error))
             questions += peer.questions.values()
             self._forget(peer)
         await asyncio.gather(*questions, return_exceptions=True)
@@ -166,63 +131,68 @@ class EngineHost:
     def _say(self, phase: str) -> None:
         self._phase = phase
         for peer in list(self._peers.values()):
-            self._send(peer, Starting(phase))
+            self._send(peer, frames.Starting(phase))
 
-    def _receive(self, frames: list[bytes]) -> None:
-        address = frames[0]
+    def _receive(self, parts: list[bytes]) -> None:
+        address = parts[0]
         peer = self._peers.get(address)
         try:
-            (word,) = frames[1:]
-            message = decode_from_door(word)
+            (word,) = parts[1:]
+            message = frames.decode_from_door(word)
         except (ValueError, msgspec.MsgspecError) as error:
             self._drop(address, f"a message of it cannot be read: {error}")
             return
-        if isinstance(message, Hello):
+        if isinstance(message, frames.Hello):
             self._greet(address, message)
         elif peer is None:
-            self._tell(address, Unknown("it said no hello"))
+            self._tell(address, frames.Unknown("it said no hello"))
         elif peer.lost:
             peer.heard = time.monotonic()
-            self._tell(address, Unknown(peer.lost))
+            self._tell(address, frames.Unknown(peer.lost))
         else:
             peer.heard = time.monotonic()
             self._do(peer, message)
 
-    def _greet(self, address: bytes, hello: Hello) -> None:
+    def _greet(self, address: bytes, hello: frames.Hello) -> None:
         if (before := self._peers.get(address)) is not None:
             self._forget(before)
-        if hello.version != VERSION:
-            spoken = f"a door speaks version {hello.version} of the link, this engine {VERSION}"
+        if hello.version != frames.VERSION:
+            spoken = f"a door speaks version {hello.version} of the link, this engine {frames.VERSION}"
             text = f"{spoken}: both have to be started anew"
-            self._tell(address, Closing(event_of_error(InternalError(text))))
+            self._tell(address, frames.Closing(event_of_error(InternalError(text))))
             return
         peer = self._peers[address] = _Peer(address, hello, time.monotonic())
         ready = self._core is not None and self._facts is not None
-        self._send(peer, Welcome(hello.life, self._facts) if ready and self._facts else Starting(self._phase))
+        self._send(
+            peer,
+            frames.Welcome(hello.life, self._facts)
+            if ready and self._facts
+            else frames.Starting(self._phase),
+        )
 
-    def _do(self, peer: _Peer, message: Submits | Stops | Cancels | Asks | Alive | Leaves) -> None:
+    def _do(self, peer: _Peer, message: frames.OfKnownDoor) -> None:
         match message:
-            case Submits():
+            case frames.Submits():
                 self._submit(peer, message)
-            case Stops(number, answer, tokens):
+            case frames.Stops(number, answer, tokens):
                 if (found := peer.requests.get(number)) is not None and found.handle is not None:
                     found.handle.stop(answer, tokens)
-            case Cancels(number):
+            case frames.Cancels(number):
                 request, question = peer.requests.pop(number, None), peer.questions.get(number)
                 if request is not None and request.handle is not None:
                     request.handle.cancel()
                 if question is not None:
                     question.cancel()
-            case Alive():
-                self._send(peer, Alive())
-            case Leaves():
+            case frames.Alive():
+                self._send(peer, frames.Alive())
+            case frames.Leaves():
                 self._forget(peer)
             case _:
                 asked = self.loop.create_task(self._answer(peer, message))
                 peer.questions[message.number] = asked
                 asked.add_done_callback(lambda _: peer.questions.pop(message.number, None))
 
-    def _submit(self, peer: _Peer, message: Submits) -> None:
+    def _submit(self, peer: _Peer, message: frames.Submits) -> None:
         request = peer.requests[message.number] = _Request(message.order.answers)
         take = partial(self._take, peer, message.number, request)
         try:
@@ -255,41 +225,41 @@ class EngineHost:
         for peer in peers:
             events, peer.events = peer.events, []
             if self._peers.get(peer.address) is peer:
-                self._send(peer, Turn(events))
+                self._send(peer, frames.Turn(events))
 
-    async def _answer(self, peer: _Peer, question: Asks) -> None:
-        answer: Answers | Denies
+    async def _answer(self, peer: _Peer, question: frames.Asks) -> None:
+        answer: frames.Answers | frames.Denies
         try:
-            answer = Answers(question.number, Raw(encode(await self._ask(question))))
+            answer = frames.Answers(question.number, Raw(frames.encode(await self._ask(question))))
         except Exception as error:
-            answer = Denies(question.number, event_of_error(error))
+            answer = frames.Denies(question.number, event_of_error(error))
             if answer.error.reason == InternalError.reason:
                 logger.exception("a question could not be answered")
         if self._peers.get(peer.address) is peer:
             self._send(peer, answer)
 
-    async def _ask(self, question: Asks) -> object:
+    async def _ask(self, question: frames.Asks) -> object:
         if self._core is None:
             raise InternalError("a question came before the engine answered any")
         answer: object = await getattr(self._core, question.method)(*question.given)
         return answer
 
-    def _send(self, peer: _Peer, message: FromEngine) -> None:
+    def _send(self, peer: _Peer, message: frames.FromEngine) -> None:
         """Sends at once, or gives the door up."""
         if peer.lost:
             return
         try:
-            self._socket.send(peer.address, encode(message))
+            self._socket.send(peer.address, frames.encode(message))
         except zmq.Again:
             self._drop(peer.address, "it did not read what it was sent")
         except zmq.ZMQError:
             self._drop(peer.address, "its process has ended")
             self._peers.pop(peer.address, None)
 
-    def _tell(self, address: bytes, message: Unknown | Closing) -> None:
+    def _tell(self, address: bytes, message: frames.Unknown | frames.Closing) -> None:
         """Sends to somebody who is no door, if that can be; who asks again is told again."""
         try:
-            self._socket.send(address, encode(message))
+            self._socket.send(address, frames.encode(message))
         except zmq.ZMQError as error:
             logger.debug("a door that is not known cannot be told so: %s", error)
 
@@ -297,12 +267,12 @@ class EngineHost:
         peer = self._peers.get(address)
         if peer is None:
             logger.warning("what came over the link was passed over: %s", why)
-            self._tell(address, Unknown(why))
+            self._tell(address, frames.Unknown(why))
             return
         logger.warning("door %d is given up with %d requests: %s", peer.hello.pid, len(peer.requests), why)
         peer.lost = why
         self._end_all(peer)
-        self._tell(address, Unknown(why))
+        self._tell(address, frames.Unknown(why))
 
     def _forget(self, peer: _Peer) -> None:
         if self._peers.get(peer.address) is peer:
@@ -323,7 +293,7 @@ class EngineHost:
 
     def _try_all(self) -> None:
         for peer in list(self._peers.values()):
-            self._send(peer, Alive())
+            self._send(peer, frames.Alive())
 
     def _look_round(self) -> None:
         self._socket.read(2**20)  # of what came while this loop could not run
@@ -336,4 +306,4 @@ class EngineHost:
                     self._drop(peer.address, f"nothing was heard of it for {self._patience.silent_s:g} s")
                 peer.heard = now  # who is told does something about it, or is told again
                 self._on_silent(peer.hello.pid)
-        self._tick = self.loop.call_later(LIFE_S, self._look_round)
+        self._tick = self.loop.call_later(frames.LIFE_S, self._look_round)

@@ -28,29 +28,7 @@ from decode_engine.orders.events import (
     event_of_error,
 )
 from decode_engine.orders.order import Order
-from decode_engine.processes.link.frames import (
-    LIFE_S,
-    VERSION,
-    Alive,
-    Answers,
-    Asks,
-    Cancels,
-    Closing,
-    Denies,
-    FromDoor,
-    Hello,
-    Leaves,
-    LoopSocket,
-    Starting,
-    Stops,
-    Submits,
-    Turn,
-    Unknown,
-    Welcome,
-    decode_from_engine,
-    decode_result,
-    encode,
-)
+from decode_engine.processes.link import frames
 from index_store.errors import SparseKVError
 
 ResultT = TypeVar("ResultT")
@@ -79,7 +57,7 @@ class RemoteHandle:
 
     def stop(self, answer: int, tokens: int) -> None:
         if self._left:
-            self._core.send(Stops(self._number, answer, tokens))
+            self._core.send(frames.Stops(self._number, answer, tokens))
 
     def take(self, events: Sequence[Event]) -> bool:
         """Hands on events, if any are wanted; whether others may follow."""
@@ -127,9 +105,9 @@ class RemoteCore:
         self._away: Fails = self._not_ready()
         events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
         # Nothing is kept from going to the engine: what doors hold is bounded by what their clients may.
-        self._socket = LoopSocket(zmq.SocketType.DEALER, 0, int(events), self._receive, self._note)
+        self._socket = frames.LoopSocket(zmq.SocketType.DEALER, 0, int(events), self._receive, self._note)
         self._socket.connect(path)
-        self._tick = self._loop.call_later(LIFE_S, self._live)
+        self._tick = self._loop.call_later(frames.LIFE_S, self._live)
 
     async def facts(self) -> Facts:
         if self._facts is None:
@@ -143,7 +121,7 @@ class RemoteCore:
             self._loop.call_soon(handle.take, [self._away])
         else:
             self._requests[number] = handle
-            self.send(Submits(number, order))
+            self.send(frames.Submits(number, order))
         return handle
 
     async def status(self) -> Status:
@@ -170,19 +148,18 @@ class RemoteCore:
         self._requests.clear()
         if self._facts is not None:
             self._facts = None
-            self.send(Leaves())
+            self.send(frames.Leaves())
         for question in self._questions.values():
             question.cancel()
         self._socket.close(_LINGER_S)
 
-    def send(self, message: FromDoor) -> None:
+    def send(self, message: frames.FromDoor) -> None:
         """Sends, now or when there is an engine."""
-        self._socket.send(encode(message))
+        self._socket.send(frames.encode(message))
 
     def give_up(self, number: int) -> None:
-        """A request is wanted no more."""
         if self._requests.pop(number, None) is not None:
-            self.send(Cancels(number))
+            self.send(frames.Cancels(number))
 
     async def _ask(
         self,
@@ -191,41 +168,41 @@ class RemoteCore:
         *given: object,
     ) -> ResultT:
         await self.facts()
-        question = Asks(next(self._numbers), method, [*given])
+        question = frames.Asks(next(self._numbers), method, [*given])
         answer = self._questions[question.number] = self._loop.create_future()
         self.send(question)
         try:
-            return decode_result(await answer, kind)
+            return frames.decode_result(await answer, kind)
         except asyncio.CancelledError:
             if self._facts is not None:
-                self.send(Cancels(question.number))
+                self.send(frames.Cancels(question.number))
             raise
         finally:
             del self._questions[question.number]
 
-    def _receive(self, frames: list[bytes]) -> None:
+    def _receive(self, parts: list[bytes]) -> None:
         self._heard = time.monotonic()
-        message = decode_from_engine(frames[0])
+        message = frames.decode_from_engine(parts[0])
         match message:
-            case Turn(events):
+            case frames.Turn(events):
                 self._hand_out(events)
-            case Answers(number, result):
+            case frames.Answers(number, result):
                 if (question := self._questions.get(number)) is not None and not question.done():
                     question.set_result(result)
-            case Denies(number, error):
+            case frames.Denies(number, error):
                 if (question := self._questions.get(number)) is not None and not question.done():
                     question.set_exception(error_of_event(error))
-            case Welcome(life, facts):
+            case frames.Welcome(life, facts):
                 if life == self._life:
                     self._facts = facts
                     self._on_ready(True)
-            case Starting(phase):
+            case frames.Starting(phase):
                 self.phase = phase
                 self._away = self._not_ready()
                 self._on_phase(phase)
-            case Closing(error):
+            case frames.Closing(error):
                 self._lose(error, error)
-            case Unknown(why):
+            case frames.Unknown(why):
                 if self._facts is not None:  # else a hello is on its way, which says more than this answers
                     crashed = (
                         f"the engine gave up this door ({why}), and the request with it; it may be sent again"
@@ -255,7 +232,7 @@ class RemoteCore:
 
     def _say_hello(self) -> None:
         self._life += 1
-        self.send(Hello(VERSION, os.getpid(), self._life))
+        self.send(frames.Hello(frames.VERSION, os.getpid(), self._life))
 
     def _lose(self, error: Fails, away: Fails) -> None:
         """All that is open ends with an error; what comes is told that there is no engine."""
@@ -270,7 +247,7 @@ class RemoteCore:
             self._on_ready(False)
 
     def _live(self) -> None:
-        self._tick = self._loop.call_later(LIFE_S, self._live)
+        self._tick = self._loop.call_later(frames.LIFE_S, self._live)
         if self._facts is None:
             return
         self._socket.read(2**20)  # of what came while this loop could not run
@@ -279,7 +256,7 @@ class RemoteCore:
             self._lose(_crashed(crashed), self._not_ready())
             self._say_hello()
         else:
-            self.send(Alive())
+            self.send(frames.Alive())
 
     def _not_ready(self) -> Fails:
         text = f"the server is starting ({self.phase}); try again in a moment"

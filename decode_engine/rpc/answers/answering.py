@@ -15,6 +15,7 @@ comes meanwhile waits here, and who never reads is ended by the gate.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -57,7 +58,7 @@ from decode_engine.rpc.transport.work import Appointments, Bound
 from index_store.models.conversation.call_syntax import CallPart
 from index_store.models.tokenizer import Tokenizer
 from index_store.store.catalog import Store
-from sparsekv.v1.values import Explanation
+from sparsekv.v1.values import Explanation, Usage
 
 _FIRST_NOTICE_S = 0.25
 _NOTICE_S = 1.0
@@ -127,25 +128,13 @@ Note = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
-class TokenUsage:
-    """Tokens of a request, or of an answer that has ended. cached: that were not read. limit: that may be generated.
-    written: whose keys and values were stored with it."""
-
-    prompt: int
-    cached: int
-    limit: int
-    completion: int = 0
-    written: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """An answer that has ended. reason: why. begins, end: what the engine said of the request, and of the answer; what
     the door knows better stands here. before_ns: from the arrival of the call to that of the order at the engine.
     explanation: where it is wanted."""
 
     reason: Literal["stop", "length", "end_of_sequence", "tool_calls"]
-    usage: TokenUsage
+    usage: Usage
     begins: Begins
     end: Ends
     before_ns: int
@@ -168,7 +157,7 @@ class Said:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     calls: Sequence[CallPart] = ()
     looks: list[Looks] = field(default_factory=list)
-    usage: TokenUsage | None = None
+    usage: Usage | None = None
     waiting: Waits | None = None
     prompt_logprobs: Sequence[TokenLogprob] = ()
     summary: Summary | None = None
@@ -287,18 +276,15 @@ class Inbox:
         self._there = asyncio.Event()
 
     def put(self, events: Sequence[Event]) -> None:
-        """Adds events. On the loop."""
         self._events += events
         self._there.set()
 
     def take(self) -> list[Event]:
-        """All that are there."""
         events, self._events = self._events, []
         self._there.clear()
         return events
 
     async def wait(self, timeout_s: float | None) -> bool:
-        """Whether there are events in time."""
         if timeout_s is None:
             await self._there.wait()
             return True
@@ -360,7 +346,6 @@ class _Asked:
         self.has_place = False
 
     async def said(self) -> AsyncGenerator[Said, None]:
-        """All that is said."""
         notices = Notices()
         try:
             while self._left:
@@ -380,11 +365,11 @@ class _Asked:
         finally:
             self._handle.cancel()
 
-    def _usage(self, completion: int = 0) -> TokenUsage | None:
+    def _usage(self) -> Usage | None:
         begins = self._begins
         if begins is None:
             return None
-        return TokenUsage(begins.prompt, begins.cached, begins.max_tokens, completion)
+        return Usage(begins.cached, begins.prompt, 0, begins.cached, begins.max_tokens)
 
     def _read(self, events: Sequence[Event]) -> list[Said]:
         """What events that came together say: an answer's tokens before its end."""
@@ -461,7 +446,13 @@ class _Asked:
             said.text += answer.reader.flush()
             if answer.reader.finished and reason != "length":
                 reason = "tool_calls"
-        usage = TokenUsage(usage.prompt, usage.cached, usage.limit, completion, end.written)
+        usage = dataclasses.replace(
+            usage,
+            completion_tokens=completion,
+            drafted_tokens=end.figures.get("drafted", 0),
+            accepted_tokens=end.figures.get("accepted", 0),
+            cache_write_tokens=end.written,
+        )
         if end.kept:
             self._note(kept=end.kept)
         why = explanation(self._order, begins, end, self._before_ns)

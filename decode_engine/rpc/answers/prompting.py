@@ -143,7 +143,6 @@ class CallPlan:
     shown: frozenset[int]
 
     def reader(self) -> CallReader:
-        """For one answer."""
         return CallReader(self.syntax, forced=self.forced)
 
 

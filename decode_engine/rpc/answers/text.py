@@ -157,7 +157,6 @@ class TextStream:
         self._stops = StopStrings(stops)
 
     def push(self, token_id: int) -> TokenText:
-        """Adds a token."""
         text = self._detokenizer.push(token_id)
         if self._free_tokens > 0:
             self._free_tokens -= 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from google.rpc.status_pb2 import Status
@@ -60,9 +59,7 @@ class Running(ABC, Generic[ResponseT, ItemT]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.cancel()
 
     def __iter__(self) -> Iterator[ItemT]:
@@ -79,9 +76,7 @@ class Running(ABC, Generic[ResponseT, ItemT]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[ItemT]:

@@ -5,20 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from functools import wraps
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from decode_engine.rpc.client.answers import (
-    AsyncGeneration,
-    Batch,
-    Generation,
-    finish,
-    ignore_waiting,
-)
+from decode_engine.rpc.client.answers import AsyncGeneration, Batch, Generation, finish, ignore_waiting
 from decode_engine.rpc.client.connection import (
     HEALTH_TIMEOUT_S,
     REPEATED,
@@ -71,9 +64,7 @@ class AsyncClient(Verbs):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -210,9 +201,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     close = _now(AsyncClient.close)

@@ -24,18 +24,7 @@ from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Conversation, Tool
 from index_store.models.conversation.messages import Message as ChatMessage
-from sparsekv.v1 import context_pb2, conversation_pb2, generation_pb2
-from sparsekv.v1.values import (
-    ContextInfo,
-    ContextPage,
-    CreateFields,
-    GenerateFields,
-    MethodList,
-    TenantList,
-    TokenizedText,
-    UploadInfo,
-    WarmResult,
-)
+from sparsekv.v1 import context_pb2, conversation_pb2, generation_pb2, values
 
 ReplyT = TypeVar("ReplyT")
 MessageT = TypeVar("MessageT", bound=Message)
@@ -84,7 +73,7 @@ class Keep:
     move_name: bool = False
 
 
-class GenerateOptions(GenerateFields, total=False):
+class GenerateOptions(values.GenerateFields, total=False):
     """What `generate` takes beside the context; what is missing or None is left to the server.
 
     Exactly one of question, text, token_ids and messages, at most one of keep_ratio, target_mass and token_budget,
@@ -107,7 +96,7 @@ class GenerateOptions(GenerateFields, total=False):
     keep: Keep | None
 
 
-class CreateOptions(CreateFields, total=False):
+class CreateOptions(values.CreateFields, total=False):
     """What `create_context` takes beside the document; sparsekv/v1/context.proto has the ranges.
 
     ttl_s, renew_s: seconds. parent: name of a context that the new one continues. rows: "int8" for exact rows in 8
@@ -356,7 +345,7 @@ class Verbs(ABC):
         name_prefix: str = "",
         labels: Mapping[str, str] = MappingProxyType({}),
         state: str = "",
-    ) -> AsyncIterator[ContextInfo]:
+    ) -> AsyncIterator[values.ContextInfo]:
         """Contexts, newest first: those whose names begin so, that have these labels, and are in this state.
 
         They are fetched page by page (0: the server's page size).
@@ -376,11 +365,11 @@ class Verbs(ABC):
         name_prefix: str = "",
         labels: Mapping[str, str] = MappingProxyType({}),
         state: str = "",
-    ) -> ContextPage:
+    ) -> values.ContextPage:
         """One page of contexts as of `list_contexts`. page_token: of the page before, "" for the first one."""
         return await self._ask(
             "ListContexts",
-            reads(ContextPage),
+            reads(values.ContextPage),
             page_size=page_size,
             page_token=page_token,
             name_prefix=name_prefix,
@@ -388,18 +377,18 @@ class Verbs(ABC):
             state=state or None,
         )
 
-    async def get_context(self, name: str) -> ContextInfo:
+    async def get_context(self, name: str) -> values.ContextInfo:
         """One context by its resource name, `contexts/<id>`. Raises ContextNotFoundError."""
-        return await self._ask("GetContext", reads(ContextInfo), name=name)
+        return await self._ask("GetContext", reads(values.ContextInfo), name=name)
 
-    async def find_context(self, reference: str) -> ContextInfo:
+    async def find_context(self, reference: str) -> values.ContextInfo:
         """The context that a reference means: an id, its first 6 or more digits, a resource or display name.
 
         Raises ContextNotFoundError, or ContextAmbiguousError when several contexts fit.
         """
-        return await self._ask("GetContext", reads(ContextInfo), reference=reference)
+        return await self._ask("GetContext", reads(values.ContextInfo), reference=reference)
 
-    async def update_context(self, name: str, **changes: Unpack[ContextChanges]) -> ContextInfo:
+    async def update_context(self, name: str, **changes: Unpack[ContextChanges]) -> values.ContextInfo:
         """Changes what a context is called, when it expires, single labels, whether it is pinned, and who reads it.
 
         Returns the context as it is then. Raises ContextNotFoundError, or ContextBusyError where a job writes it for
@@ -422,7 +411,7 @@ class Verbs(ABC):
         others = (field for name, field in names.items() if changes.get(name) is not None)
         mask = message(FieldMask, paths=[*(f"labels.{key}" for key in labels), *others])
         asked = {"context": changed, "update_mask": mask, "move_name": changes.get("move_name")}
-        return await self._ask("UpdateContext", reads(ContextInfo), **asked)
+        return await self._ask("UpdateContext", reads(values.ContextInfo), **asked)
 
     async def delete_context(self, name: str, *, allow_missing: bool = False, force: bool = False) -> None:
         """Deletes a context. Raises ContextNotFoundError unless `allow_missing`.
@@ -431,9 +420,9 @@ class Verbs(ABC):
         """
         await self._ask("DeleteContext", read_nothing, name=name, allow_missing=allow_missing, force=force)
 
-    async def warm_context(self, name: str) -> WarmResult:
+    async def warm_context(self, name: str) -> values.WarmResult:
         """Loads a context into the server's memory and verifies it."""
-        return await self._ask("WarmContext", reads(WarmResult), name=name)
+        return await self._ask("WarmContext", reads(values.WarmResult), name=name)
 
     async def create_context(
         self,
@@ -470,9 +459,9 @@ class Verbs(ABC):
             operation.result()
         return operation
 
-    async def upload_document(self, document: bytes) -> UploadInfo:
+    async def upload_document(self, document: bytes) -> values.UploadInfo:
         """Sends a UTF-8 text ahead of the request that uses it."""
-        return await self.run(Call("UploadDocument", upload_parts(document), reads(UploadInfo)))
+        return await self.run(Call("UploadDocument", upload_parts(document), reads(values.UploadInfo)))
 
     async def wait_operation(
         self,
@@ -514,25 +503,25 @@ class Verbs(ABC):
         """Forgets an operation that has ended. Raises JobUnfinishedError."""
         await self._ask("DeleteOperation", read_nothing, name=name)
 
-    async def list_methods(self) -> MethodList:
+    async def list_methods(self) -> values.MethodList:
         """The server's methods, with their sizes for its model."""
-        return await self._ask("ListMethods", reads(MethodList))
+        return await self._ask("ListMethods", reads(values.MethodList))
 
     async def server_status(self) -> ServerStatus:
         """What the server does now, and did since it started."""
         return await self._ask("GetServerStatus", reads(ServerStatus))
 
-    async def tenants(self) -> TenantList:
+    async def tenants(self) -> values.TenantList:
         """What tenants use of their quotas: the caller's own, or with the right admin all."""
-        return await self._ask("ListTenants", reads(TenantList))
+        return await self._ask("ListTenants", reads(values.TenantList))
 
     async def drain(self, limit_s: float | None = None) -> None:
         """Has the server take nothing new, and end when nothing runs any more, or after so many seconds."""
         await self._ask("Drain", read_nothing, limit=_duration("limit_s", limit_s))
 
-    async def tokenize(self, content: Content) -> TokenizedText:
+    async def tokenize(self, content: Content) -> values.TokenizedText:
         """A text, or a conversation from its beginning, as the model's tokens."""
-        return await self._ask("Tokenize", reads(TokenizedText), **_content(content))
+        return await self._ask("Tokenize", reads(values.TokenizedText), **_content(content))
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """The text of tokens."""

@@ -48,14 +48,9 @@ from index_store.store.description.callers import OPERATOR, Caller
 from index_store.store.description.context_id import ModelIdentity, context_id
 from index_store.store.description.dtypes import AS_DTYPE, INT8, ROW_CODINGS
 from index_store.store.description.json_fields import check_labels
-from index_store.store.description.manifest import (
-    SHORTEST_TTL,
-    Manifest,
-    require_dtype,
-    require_model,
-)
+from index_store.store.description.manifest import SHORTEST_TTL, Manifest, require_dtype, require_model
 from index_store.store.zarr_io import ContextFiles
-from sparsekv.v1 import context_pb2
+from sparsekv.v1 import context_pb2 as pb
 
 
 def unattended(queue: JobQueue, record: JobRecord) -> str:
@@ -117,7 +112,7 @@ class Workshop:
 
     def order(
         self,
-        request: context_pb2.CreateContextRequest,
+        request: pb.CreateContextRequest,
         check: Callable[[], None] = lambda: None,
         traceparent: str = "",
     ) -> JobRecord:
@@ -201,7 +196,7 @@ class Workshop:
         ids = [*document.before[: document.parent.token_count], *document.ids]
         return child_id(document.parent, EXACT, ids, messages=document.conversation is not None)
 
-    def _rows(self, request: context_pb2.CreateContextRequest) -> str:
+    def _rows(self, request: pb.CreateContextRequest) -> str:
         rows: str = request.rows or AS_DTYPE
         if rows not in ROW_CODINGS:
             raise InvalidArgumentError(
@@ -216,7 +211,7 @@ class Workshop:
             raise InvalidArgumentError(f"rows is int8, of {reason} as they are; leave it out", field="rows")
         return rows
 
-    def _document(self, request: context_pb2.CreateContextRequest, check: Callable[[], None]) -> Document:
+    def _document(self, request: pb.CreateContextRequest, check: Callable[[], None]) -> Document:
         source = request.WhichOneof("source")
         if source is None:
             raise InvalidArgumentError(
@@ -238,7 +233,7 @@ class Workshop:
             raise InvalidArgumentError(f"{source} has no tokens, expected at least one", field=source)
         return document
 
-    def _kept(self, request: context_pb2.CreateContextRequest) -> tuple[Manifest, ContextFiles]:
+    def _kept(self, request: pb.CreateContextRequest) -> tuple[Manifest, ContextFiles]:
         """What a context of the caller's was made of, which has expired, or was removed for others' room."""
         ref = request.again.removeprefix("contexts/")
         if request.parent or not ref:
@@ -275,7 +270,7 @@ class Workshop:
             )
         return document
 
-    def _text(self, request: context_pb2.CreateContextRequest, source: str, check: Callable[[], None]) -> str:
+    def _text(self, request: pb.CreateContextRequest, source: str, check: Callable[[], None]) -> str:
         text: str = request.text if source == "text" else self._uploaded(request.upload)
         if not text.strip():
             raise InvalidArgumentError(f"{source} is blank, expected words", field=source)
@@ -283,7 +278,7 @@ class Workshop:
         return text
 
     def _continuation(
-        self, request: context_pb2.CreateContextRequest, source: str, check: Callable[[], None]
+        self, request: pb.CreateContextRequest, source: str, check: Callable[[], None]
     ) -> Document:
         """What follows a stored context; of one that continues another itself, with its own tokens before."""
         if request.methods:
@@ -428,9 +423,9 @@ class Workshop:
         return replace(record, state=JobState.DONE, progress=progress, ended_at=record.created_at)
 
 
-def _filled(request: context_pb2.CreateContextRequest, kept: Manifest) -> context_pb2.CreateContextRequest:
+def _filled(request: pb.CreateContextRequest, kept: Manifest) -> pb.CreateContextRequest:
     """The request, with what it says nothing of as it was of a context."""
-    filled = context_pb2.CreateContextRequest(
+    filled = pb.CreateContextRequest(
         display_name=kept.name,
         rows=kept.rows,
         methods=() if request.methods or kept.parent is not None else kept.methods,
@@ -460,7 +455,7 @@ def _methods(given: Sequence[str]) -> tuple[str, ...]:
     return tuple(get_method(name).name for name in given)
 
 
-def _check_texts(request: context_pb2.CreateContextRequest) -> None:
+def _check_texts(request: pb.CreateContextRequest) -> None:
     for field, most in (("display_name", MOST_NAME_CHARACTERS), ("request_id", MOST_REQUEST_CHARACTERS)):
         text: str = getattr(request, field)
         if len(text) > most or not text.isprintable():
@@ -478,7 +473,7 @@ def _check_texts(request: context_pb2.CreateContextRequest) -> None:
         )
 
 
-def _labels(request: context_pb2.CreateContextRequest) -> dict[str, str]:
+def _labels(request: pb.CreateContextRequest) -> dict[str, str]:
     labels = dict(request.labels)
     try:
         check_labels("labels", labels)
@@ -487,7 +482,7 @@ def _labels(request: context_pb2.CreateContextRequest) -> dict[str, str]:
     return labels
 
 
-def _seconds(request: context_pb2.CreateContextRequest, name: str) -> float | None:
+def _seconds(request: pb.CreateContextRequest, name: str) -> float | None:
     if not request.HasField(name):
         return None
     return seconds_of(getattr(request, name), name)

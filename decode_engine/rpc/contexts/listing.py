@@ -23,7 +23,7 @@ from index_store.store.description.callers import Caller
 from index_store.store.description.context_id import is_context_id
 from index_store.store.description.manifest import Manifest
 from index_store.store.listing import STATES, BrokenContext, Entry, place_of, state_of
-from sparsekv.v1 import context_pb2
+from sparsekv.v1 import context_pb2 as pb
 
 COLLECTION = "contexts/"
 
@@ -45,14 +45,14 @@ MAX_REFERENCE_CHARACTERS = 600
 _SIGNATURE_BYTES = 16
 
 
-def page_size(request: context_pb2.ListContextsRequest | operations_pb2.ListOperationsRequest) -> int:
+def page_size(request: pb.ListContextsRequest | operations_pb2.ListOperationsRequest) -> int:
     """Entries that a page may have. Raises InvalidArgumentError for a negative size."""
     if request.page_size < 0:
         raise InvalidArgumentError(f"page_size is {request.page_size}, expected 0 or more", field="page_size")
     return min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
 
 
-def find_context(store: Store, request: context_pb2.GetContextRequest, model: str) -> Entry:
+def find_context(store: Store, request: pb.GetContextRequest, model: str) -> Entry:
     """The context that a request names or calls something. model: whose contexts are meant first, by its fingerprint.
 
     Raises InvalidArgumentError, ContextNotFoundError, or ContextAmbiguousError when several contexts fit.
@@ -67,12 +67,12 @@ def find_context(store: Store, request: context_pb2.GetContextRequest, model: st
     return store.entry(parse_name(request.name) if request.name else store.resolve(request.reference, model))
 
 
-def fits(entry: Entry, request: context_pb2.ListContextsRequest, state: str) -> bool:
+def fits(entry: Entry, request: pb.ListContextsRequest, state: str) -> bool:
     """Whether a context is one of those that a list asks for. state: its own, one of STATES.
 
     One whose manifest cannot be used has no name and no labels.
     """
-    if request.state and state != context_pb2.Context.State.Name(request.state):
+    if request.state and state != pb.Context.State.Name(request.state):
         return False
     name, labels = ("", {}) if isinstance(entry, BrokenContext) else (entry.name, entry.labels)
     return name.startswith(request.name_prefix) and request.labels.items() <= labels.items()
@@ -84,7 +84,7 @@ class Pager:
     def __init__(self, key: bytes) -> None:
         self._key = key
 
-    def page(self, store: Store, request: context_pb2.ListContextsRequest) -> tuple[list[Entry], str]:
+    def page(self, store: Store, request: pb.ListContextsRequest) -> tuple[list[Entry], str]:
         """One page of the contexts that fit, newest first, and the token of the next one ("" for the last page).
 
         A page starts after the last entry of the page before. Its entries are as they are now: those that were deleted
@@ -98,7 +98,7 @@ class Pager:
                     "name_prefix, labels and a state, which are fields of their own",
                     field=field,
                 )
-        if request.state not in context_pb2.Context.State.values():
+        if request.state not in pb.Context.State.values():
             raise InvalidArgumentError(
                 f"state is {request.state}, expected one of {', '.join(STATES)}", field="state"
             )
@@ -110,9 +110,7 @@ class Pager:
             for entry in store.entries()
             if (last is None or place_of(entry) > last)
             and fits(
-                entry,
-                request,
-                state_of(entry, expired=isinstance(entry, Manifest) and store.expired(entry)),
+                entry, request, state_of(entry, expired=isinstance(entry, Manifest) and store.expired(entry))
             )
         ]
         token = self.token(place_of(found[size - 1]), asked) if size < len(found) else ""
@@ -160,7 +158,7 @@ _LABEL = "labels."
 
 
 def update_context(
-    store: Store, id_: str, request: context_pb2.UpdateContextRequest, wait_s: float, caller: Caller
+    store: Store, id_: str, request: pb.UpdateContextRequest, wait_s: float, caller: Caller
 ) -> Manifest:
     """Changes a context as a request says. Raises NameTakenError, what `parse_update` and `Store.update` raise, and
     PermissionDeniedError for a pin, or a label of the server's own, without the right admin, and for an earlier end
@@ -196,13 +194,13 @@ def require_own_labels(caller: Caller, labels: Collection[str]) -> None:
         caller.require("admin")
 
 
-def changed_fields(request: context_pb2.UpdateContextRequest) -> tuple[str, ...]:
+def changed_fields(request: pb.UpdateContextRequest) -> tuple[str, ...]:
     """The fields that a request changes, those of labels as `labels.KEY`. They may be none, or none that is there."""
     paths = tuple(dict.fromkeys(request.update_mask.paths)) or _fields_set(request.context)
     return _CHANGEABLE if paths == ("*",) else paths
 
 
-def parse_update(request: context_pb2.UpdateContextRequest) -> Callable[[Manifest], Manifest]:
+def parse_update(request: pb.UpdateContextRequest) -> Callable[[Manifest], Manifest]:
     """What makes of a context's manifest what is asked for.
 
     Raises InvalidArgumentError for a field that cannot be changed; what it returns does so for values out of bounds.
@@ -219,7 +217,7 @@ def parse_update(request: context_pb2.UpdateContextRequest) -> Callable[[Manifes
             f"nothing to change: set some of {', '.join(_CHANGEABLE)}, or name them in update_mask",
             field="update_mask",
         )
-    wanted = context_pb2.Context()
+    wanted = pb.Context()
     wanted.CopyFrom(request.context)
     expiry = _expiry(wanted) if "expire_time" in paths else None
     renew = seconds_of(wanted.renew, "renew") if "renew" in paths and wanted.HasField("renew") else None
@@ -243,7 +241,7 @@ def parse_update(request: context_pb2.UpdateContextRequest) -> Callable[[Manifes
     return change
 
 
-def _fields_set(context: context_pb2.Context) -> tuple[str, ...]:
+def _fields_set(context: pb.Context) -> tuple[str, ...]:
     set_ = {
         "display_name": bool(context.display_name),
         "expire_time": context.HasField("expire_time"),
@@ -255,7 +253,7 @@ def _fields_set(context: context_pb2.Context) -> tuple[str, ...]:
     return tuple(name for name in _CHANGEABLE if set_[name])
 
 
-def _labels(labels: dict[str, str], wanted: context_pb2.Context, paths: tuple[str, ...]) -> dict[str, str]:
+def _labels(labels: dict[str, str], wanted: pb.Context, paths: tuple[str, ...]) -> dict[str, str]:
     if "labels" in paths:
         labels = dict(wanted.labels)
     for path in paths:
@@ -274,7 +272,7 @@ def seconds_of(duration: Duration, name: str) -> float:
     return seconds
 
 
-def _expiry(context: context_pb2.Context) -> datetime | None:
+def _expiry(context: pb.Context) -> datetime | None:
     if not context.HasField("expire_time"):
         return None
     try:

@@ -57,7 +57,6 @@ class OwnWorker:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
         process = self._process
         return None if process is None else process.pid
 

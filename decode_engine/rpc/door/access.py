@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from decode_engine.rpc.door.signed_tokens import JwtRules, SignedTokens
@@ -118,12 +117,10 @@ class Token:
 
     @property
     def caller(self) -> Caller:
-        """Who shows it."""
         return Caller(self.tenant, frozenset(self.rights), self.name)
 
     @property
     def digest(self) -> bytes:
-        """As bytes."""
         return bytes.fromhex(self.sha256)
 
 
@@ -151,7 +148,6 @@ TOKENS = Sealed(
 
 
 def digest_of(secret: str) -> bytes:
-    """What is kept of a token."""
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -180,15 +176,10 @@ class TokenFile:
         return TOKENS.parse(data, str(self._path)).tokens
 
     def stamp(self) -> tuple[int, ...] | None:
-        """See `stamp_of`."""
         return stamp_of(self._path)
 
     def create(
-        self,
-        name: str,
-        tenant: str = "",
-        rights: Sequence[str] = (),
-        expires_at: datetime | None = None,
+        self, name: str, tenant: str = "", rights: Sequence[str] = (), expires_at: datetime | None = None
     ) -> str:
         """Adds a token and returns it, the only time that it is seen. Makes the file where there is none.
 
@@ -232,7 +223,6 @@ class TokenFile:
 
     @contextmanager
     def _writing(self) -> Iterator[tuple[Token, ...]]:
-        """The tokens, while nobody else changes them."""
         with locked_file(self._path.with_name(f"{self._path.name}.lock")):
             yield self.read() if os.path.lexists(self._path) else ()
 
@@ -283,7 +273,6 @@ class FailedAttempts:
         return max(0.0, free_at - self._clock() - (self._burst - 1) * self._every_s)
 
     def add(self, host: str) -> None:
-        """The address failed."""
         now = self._clock()
         self._free_at[host] = max(self._free_at.pop(host, 0.0), now) + self._every_s
         if len(self._free_at) > _MAX_HOSTS:
@@ -326,14 +315,11 @@ class Door:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     @property
     def is_open(self) -> bool:
-        """Whether everybody is let in."""
         return self._file is None and self._signed is None and not self._names
 
     def close(self) -> None:
@@ -342,7 +328,6 @@ class Door:
 
     @property
     def draining(self) -> bool:
-        """Whether nobody is let in any more."""
         return self._draining
 
     @contextmanager
@@ -404,7 +389,6 @@ class Door:
         self._accepted.add(digest)
 
     def look(self) -> None:
-        """Reads files again that have changed."""
         if self._signed is not None:
             self._signed.look()
         if self._file is None or (stamp := self._file.stamp()) == self._stamp:

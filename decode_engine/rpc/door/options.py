@@ -29,6 +29,17 @@ class Certificates:
     key: Path
     client_authorities: Path | None = None
 
+    @classmethod
+    def given(
+        cls, chain: Path | None, key: Path | None, client_authorities: Path | None = None
+    ) -> Certificates | None:
+        """Those to show, checked; None where nothing is encrypted. Raises CertificateError."""
+        if chain is None or key is None:
+            return None
+        found = cls(chain, key, client_authorities)
+        found.check()
+        return found
+
     def check(self) -> None:
         """Raises CertificateError, which names the option, for files that are missing or do not go together."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -143,19 +154,12 @@ def is_loopback(address: str) -> bool:
 
 
 TlsCertOption = Annotated[
-    Path | None,
-    Option("--tls-cert", help="Encrypt, with this certificate (PEM, with those that vouch for it)."),
-    InputFile(),
+    Path | None, "Encrypt, with this certificate (PEM, with those that vouch for it).", InputFile()
 ]
-TlsKeyOption = Annotated[
-    Path | None, Option("--tls-key", help="The certificate's private key (PEM)."), InputFile()
-]
+TlsKeyOption = Annotated[Path | None, "The certificate's private key (PEM).", InputFile()]
 TlsClientCaOption = Annotated[
     Path | None,
-    Option(
-        "--tls-client-ca",
-        help="Ask clients for certificates, too, that one of these authorities signed (PEM).",
-    ),
+    "Ask clients for certificates, too, that one of these authorities signed (PEM).",
     InputFile(),
 ]
 TokensOption = Annotated[
@@ -176,10 +180,8 @@ JwtKeysOption = Annotated[
         "every 5 minutes.",
     ),
 ]
-JwtIssuerOption = Annotated[str, Option("--jwt-issuer", help="With --jwt-keys: the issuer that a JWT names.")]
-JwtAudienceOption = Annotated[
-    str, Option("--jwt-audience", help="With --jwt-keys: the audience that a JWT is for.")
-]
+JwtIssuerOption = Annotated[str, "With --jwt-keys: the issuer that a JWT names."]
+JwtAudienceOption = Annotated[str, "With --jwt-keys: the audience that a JWT is for."]
 JwtTenantClaimOption = Annotated[
     str, Option("--jwt-tenant-claim", metavar="NAME", help="The claim that says whose a JWT is."), Filled()
 ]
@@ -194,19 +196,13 @@ JwtRightsClaimOption = Annotated[
 ]
 TlsNamesOption = Annotated[
     bool,
-    Option(
-        "--tls-names",
-        help="With --tls-client-ca: let in who shows a certificate and no token, as the tenant that its subject's "
-        "common name is, with all rights but admin.",
-    ),
+    "With --tls-client-ca: let in who shows a certificate and no token, as the tenant that its subject's "
+    "common name is, with all rights but admin.",
 ]
 AllowRemoteOption = Annotated[
     bool,
-    Option(
-        "--allow-remote",
-        help="Listen where other machines reach it without encryption or tokens: whoever can reach the port may read "
-        "what is sent, or question and delete every context.",
-    ),
+    "Listen where other machines reach it without encryption or tokens: whoever can reach the port may read "
+    "what is sent, or question and delete every context.",
 ]
 
 

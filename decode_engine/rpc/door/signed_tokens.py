@@ -53,7 +53,6 @@ class JwtRules:
 
     @property
     def remote(self) -> bool:
-        """Whether the keys are fetched."""
         return self.keys.startswith("https://")
 
 
@@ -124,7 +123,6 @@ class SignedTokens:
         return stamp_of(Path(self._rules.keys)) != self._stamp
 
     def _read(self) -> Mapping[str, PyJWK]:
-        """The keys by their ids."""
         from jwt import PyJWKSet
         from jwt.exceptions import PyJWTError
 
@@ -138,7 +136,8 @@ class SignedTokens:
                 f"--jwt-keys is {where!r}, which cannot be used ({error}); expected a set of public keys (JWK), as a "
                 "file or at an https address"
             ) from error
-        usable = [key for key in found.keys if key.algorithm_name in ALGORITHMS and not _is_private(key)]
+        taken = [key for key in found.keys if key.algorithm_name in ALGORITHMS]
+        usable = [key for key in taken if "d" not in key._jwk_data]  # else it is a private one
         if len(usable) < len(found.keys):
             raise KeySetError(
                 f"--jwt-keys is {where!r}, which has keys that are not public ones, or of another algorithm than "
@@ -182,10 +181,6 @@ def _names(claim: Any) -> set[str]:
     """Names in a claim that is a list or a text of them."""
     given = claim.split() if isinstance(claim, str) else claim
     return {each for each in given if isinstance(each, str)} if isinstance(given, list) else set()
-
-
-def _is_private(key: PyJWK) -> bool:
-    return "d" in key._jwk_data
 
 
 def _load(path: str) -> bytes:

@@ -1,7 +1,7 @@
 """The rule by which requests go to replicas, and what it has to know of them.
 
 A request's *key* is the context that it is about: of a child the root of its family, so that children are beside their
-parents, whose rows they share. The key's order of replicas (`rendezvous`) says who holds it. In this order:
+parents, whose rows they share. The key's order of replicas (`order_of`) says who holds it. In this order:
 
 1. Nobody goes to a replica that is gone, drains, was excluded, or whose memory can never hold the context.
 2. A session stays with the replica that it was on, unless that is more than its bound ahead of the others.
@@ -14,13 +14,27 @@ parents, whose rows they share. The key's order of replicas (`rendezvous`) says 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from decode_engine.rpc.routing.rendezvous import order_of
+
+def order_of(key: str, names: Iterable[str]) -> list[str]:
+    """The names in the order in which they are asked to hold the key: one of its own for every key.
+
+    A name that joins takes only the keys whose first it is; of one that leaves only its own keys move, each to its
+    second (rendezvous hashing, Thaler and Ravishankar, 1998). Whoever knows the same names computes the same order.
+    """
+    return sorted(names, key=lambda name: (_weight(key, name), name), reverse=True)
+
+
+def _weight(key: str, name: str) -> bytes:
+    told = f"{len(key)}:{key}{name}"  # so that no other pair is hashed as the same text
+    return hashlib.blake2b(told.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
 
 BOUND = 1.25
 """Of a replica's part of all requests."""
@@ -86,16 +100,13 @@ class Router:
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """All that are known now."""
         return tuple(self._replicas.values())
 
     def update(self, replicas: Iterable[Replica]) -> None:
-        """Says who is there from now on."""
         self._replicas = {replica.name: replica for replica in replicas}
         self._suspected = {name: until for name, until in self._suspected.items() if name in self._replicas}
 
     def suspect(self, name: str) -> None:
-        """Notes that a replica did not answer."""
         self._suspected[name] = self.clock() + SUSPECTED_S
 
     def load(self, name: str) -> int:

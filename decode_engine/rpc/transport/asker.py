@@ -95,7 +95,6 @@ class Asker:
         return ""
 
     def note(self, **facts: object) -> None:
-        """Adds to what the log line says."""
         self.facts.update(facts)
 
     def public(self, error: Exception, paths: Paths) -> SparseKVError:

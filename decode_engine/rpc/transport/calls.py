@@ -227,11 +227,9 @@ class Call(Asker):
         self._gate = gate
 
     def traffic(self) -> Traffic:
-        """What the gate holds now."""
         return self._gate.traffic()
 
     def certificate(self) -> str:
-        """See `Asker.certificate`."""
         names = self.context.auth_context().get("x509_common_name", ())
         return next((name.decode("utf-8", "replace") for name in names), "")
 
@@ -270,7 +268,6 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
         self._abandoned = Abandoned(limits.abandoned, self._hang_up)
 
     def traffic(self) -> Traffic:
-        """What is open now."""
         lost = 0 if self._audit is None else self._audit.lost
         return Traffic(self._open, len(self._unfinished), len(self._unread) + len(self._abandoned), lost)
 
@@ -355,7 +352,6 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
             ) from error
 
     async def send(self, call: Call, message: Any) -> None:
-        """Sends one message; see `Call.write`."""
         data = call.serialize(message)
         if not call.begun:  # by itself, so that a status can follow even where the first message lies unread
             call.begun = True

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -25,10 +24,9 @@ from decode_engine.rpc.door.options import Certificates
 from decode_engine.rpc.transport.calls import Gate, Limits
 from decode_engine.rpc.transport.starting import Health
 from decode_engine.rpc.transport.status import Paths
+from decode_engine.rpc.transport.work import LoopThread
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.cli.traces import Traces
-
-ResultT = TypeVar("ResultT")
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 REFLECTION_SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
@@ -73,13 +71,12 @@ class Listener:
         self._paths = paths or Paths()
         self._traces = traces
         self._audit = audit
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="rpc", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("rpc")
+        self.loop = self._thread.loop
         try:
-            self.address: str = self._wait_for(self._start(address, services, register))
+            self.address: str = self._thread.do(self._start(address, services, register))
         except BaseException:
-            self._end_loop()
+            self._thread.close()
             raise
 
     def set_serving(self, serving: bool) -> None:
@@ -102,7 +99,7 @@ class Listener:
         """Ends the thread, after a stop. Idempotent."""
         if not self.loop.is_closed():
             self.work.close()
-            self._end_loop()
+            self._thread.close()
 
     async def _start(
         self, address: str, services: Sequence[str], register: Callable[[aio.Server], None]
@@ -119,15 +116,7 @@ class Listener:
         self._server.add_generic_rpc_handlers(
             [_reflection_handler(service, reflection) for service in REFLECTION_SERVICES]
         )
-        try:
-            if self._certificates is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, server_credentials(self._certificates))
-        except RuntimeError as error:
-            raise AddressError.of(address) from error
-        await self._server.start()
-        return f"{address.rpartition(':')[0]}:{port}"
+        return await begin_at(self._server, address, self._certificates)
 
     async def _drain(self, grace_s: float) -> None:
         self.health.drain()
@@ -140,24 +129,11 @@ class Listener:
         left_s = min(max(end - self.loop.time(), 0.0), _CLOSE_S)
         await asyncio.gather(self._server.stop(left_s), *(stop(left_s) for stop in self._stops))
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-
-    def _wait_for(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
-
     def _soon(self, function: Callable[[], None]) -> None:
         try:
             self.loop.call_soon_threadsafe(function)
         except RuntimeError:  # the loop is closed, and nobody asks any more
             logger.debug("the listener has ended")
-
-    def _end_loop(self) -> None:
-        self._wait_for(_cancel_others())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
 
 
 def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
@@ -186,12 +162,17 @@ def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
     )
 
 
-async def _cancel_others() -> None:
-    """Ends what still waits for clients that are gone."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+async def begin_at(server: aio.Server, address: str, certificates: Certificates | None) -> str:
+    """Has a server begin; the address with the port that was found where 0 was asked for. Raises AddressError."""
+    try:
+        if certificates is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, server_credentials(certificates))
+    except RuntimeError as error:
+        raise AddressError.of(address) from error
+    await server.start()
+    return f"{address.rpartition(':')[0]}:{port}"
 
 
 def server_options(limits: Limits, shared: bool) -> list[tuple[str, int]]:

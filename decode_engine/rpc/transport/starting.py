@@ -57,7 +57,6 @@ class Phase:
                 tell(text)
 
     def refusal(self) -> NotReadyError:
-        """What callers are told meanwhile."""
         return NotReadyError(f"the server is starting ({self.text}); try again in a moment", phase=self.text)
 
 
@@ -75,7 +74,6 @@ class Services(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self._open = False
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """What serves a service."""
         self._handlers += handlers
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
@@ -86,7 +84,6 @@ class Services(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self._open = True
 
     def service(self, handler_call_details: Any) -> Any:
-        """The handler of a call, None for one of other services."""
         if self._open:
             found = (each.service(handler_call_details) for each in self._handlers)
             return next((handler for handler in found if handler is not None), None)
@@ -116,7 +113,6 @@ class Stopping(threading.Event):
 
     @property
     def left_s(self) -> float:
-        """Seconds that running calls have yet."""
         return max(self._end - time.monotonic(), 0.0)
 
 
@@ -141,7 +137,6 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     @property
     def serving(self) -> bool:
-        """Whether calls are taken."""
         return self._serving
 
     @property
@@ -157,7 +152,6 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     def drain(self) -> None:
-        """Not serving, for good."""
         self.draining = True
         self.set(serving=False)
 

@@ -100,7 +100,6 @@ def reason_of(error: SparseKVError) -> str:
 
 
 def code_of(error: SparseKVError) -> grpc.StatusCode:
-    """The status code of an error's reason."""
     return CODES.get(reason_of(error), grpc.StatusCode.INTERNAL)
 
 
@@ -124,7 +123,6 @@ def to_status(error: SparseKVError) -> Status:
 
 
 def status_of(reason: str, message: str, metadata: Mapping[str, str]) -> Status:
-    """The google.rpc.Status that a reason stands for."""
     code, _ = CODES.get(reason, grpc.StatusCode.INTERNAL).value
     info = ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
     return Status(code=code, message=message, details=[_packed(info)])

@@ -83,6 +83,39 @@ class BlockingWork:
             del job  # the result is the caller's alone while the thread waits for more
 
 
+class LoopThread:
+    """An event loop on a thread of its own, from its making until `close`. Its methods are for other threads."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def do(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """What work on the loop returns."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def close(self) -> None:
+        """Ends the loop, what still waits there, and the thread. Idempotent."""
+        if not self.loop.is_closed():
+            self.do(_cancel_others())
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+            self.loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+
+async def _cancel_others() -> None:
+    """Ends what still waits for clients that are gone."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
 def _do(future: Future[Any], function: Callable[[], Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
@@ -113,7 +146,6 @@ class Appointments:
         self._given = 0.0
 
     def place_freed(self) -> None:
-        """A request has ended."""
         now = self._clock()
         between = min(max(now - self._freed, 0.01), 10.0)
         self._freed = now

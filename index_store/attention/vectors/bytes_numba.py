@@ -23,6 +23,7 @@ from index_store.attention.vectors.code import (
     TWOS,
     WORD,
     WORDS,
+    Place,
     Rows,
     ask_for,
     call,
@@ -44,17 +45,9 @@ def instruction_sets() -> frozenset[str]:
 def make_block_product(rows: int, vectors: int, sets: frozenset[str]) -> Any:
     """The product of a block, for so many rows and vectors of columns, with these sets of instructions."""
 
-    @emits(types.void, "rows i rows i i rows i i")
+    @emits(types.void, "rows i rows i i place")
     def block_product(
-        builder: Any,
-        codes: Rows,
-        column: Any,
-        weights: Rows,
-        row: Any,
-        words: Any,
-        sums: Rows,
-        to_row: Any,
-        to_column: Any,
+        builder: Any, codes: Rows, column: Any, weights: Rows, row: Any, words: Any, sums: Place
     ) -> None:
         """sums[to_row + r, to_column + n] = sum over k < words of the four products in codes[k, column + n] and
         weights[row + r, 4k .. 4k+3]. codes: [., .] uint32 of four codes up to 15 each. weights: [., .] int8. sums:
@@ -74,8 +67,7 @@ def make_block_product(rows: int, vectors: int, sets: frozenset[str]) -> Any:
                     builder.store(_add_products(builder, total, taken[v], everywhere, sets), totals[r][v])
         for r in range(rows):
             for v in range(vectors):
-                place = plus(builder, to_column, LANES * v)
-                sums.store(builder.load(totals[r][v]), plus(builder, to_row, r), place)
+                sums.store(builder.load(totals[r][v]), SIZE(LANES * v), below=r)
 
     return block_product
 

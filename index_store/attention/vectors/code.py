@@ -30,9 +30,10 @@ def emits(result: Any, arguments: str) -> Callable[[Callable[..., Any]], Any]:
     """Makes a function that compiled ones call of one that emits its code, given a builder and the arguments.
 
     arguments: of each, whether it is an array of two dimensions (`rows`), which is given as `Rows`, a size (`i`), a
-    float32 (`f`) or a word (`w`). result: its type; what emits returns a value, or a tuple of them, unless it is void.
+    float32 (`f`), a word (`w`), or an array and two sizes, row and column, which are given as one `Place` (`place`).
+    result: its type; what emits returns a value, or a tuple of them, unless it is void.
     """
-    words = arguments.split()
+    words = arguments.replace("place", "rows i i").split()
     kinds = {"i": types.intp, "f": types.float32, "w": types.uint32}
 
     def made(emit: Callable[..., Any]) -> Any:
@@ -42,7 +43,7 @@ def emits(result: Any, arguments: str) -> Callable[[Callable[..., Any]], Any]:
                     Rows(context, builder, kind, value) if word == "rows" else value
                     for word, kind, value in zip(words, signature.args, values, strict=True)
                 )
-                found = emit(builder, *operands)
+                found = emit(builder, *_placed(builder, arguments.split(), operands))
                 if isinstance(found, tuple):
                     return context.make_tuple(builder, signature.return_type, found)
                 return context.get_dummy_value() if result == types.void else found
@@ -50,11 +51,18 @@ def emits(result: Any, arguments: str) -> Callable[[Callable[..., Any]], Any]:
             return result(*(kinds.get(word, own) for word, own in zip(words, given, strict=True))), generate
 
         define.__name__, define.__doc__ = emit.__name__, emit.__doc__
-        named = list(inspect.signature(emit).parameters.values())
+        names = ["typing", *(f"{word}_{number}" for number, word in enumerate(words))]
+        named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
         define.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
         return intrinsic(define)
 
     return made
+
+
+def _placed(builder: Any, arguments: Iterable[str], operands: Iterator[Any]) -> Iterator[Any]:
+    for word in arguments:
+        own = next(operands)
+        yield Place(builder, own, next(operands), next(operands)) if word == "place" else own
 
 
 class Rows:
@@ -90,6 +98,21 @@ class Rows:
         begin = builder.add(self._data, builder.mul(row, self._row_bytes))
         address = builder.add(begin, builder.mul(element, self._item_bytes))
         return builder.inttoptr(address, kind.as_pointer())
+
+
+class Place:
+    """Numbers of a row from a column on."""
+
+    def __init__(self, builder: Any, rows: Rows, row: Any, column: Any) -> None:
+        self._builder, self.rows, self.row, self.column = builder, rows, row, column
+
+    def load(self, element: Any, kind: Any) -> Any:
+        return self.rows.load(self.row, self._builder.add(self.column, element), kind)
+
+    def store(self, value: Any, element: Any, below: int = 0) -> None:
+        """below: rows from that of the place to the one that is meant."""
+        row = plus(self._builder, self.row, below)
+        self.rows.store(value, row, self._builder.add(self.column, element))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from index_store.attention.vectors.code import (
     SIZE,
     WORD,
     WORDS,
+    Place,
     Rows,
     call,
     constants,
@@ -48,32 +49,32 @@ _EXPONENTIAL = (
 """2^x on [-0.5, 0.5] with the least relative error, 1e-7."""
 
 
-@emits(types.float32, "rows i i i")
-def highest(builder: Any, source: Rows, row: Any, column: Any, vectors: Any) -> Any:
+@emits(types.float32, "place i")
+def highest(builder: Any, source: Place, vectors: Any) -> Any:
     """highest(source, row, column, vectors): the largest of so many vectors of source[row, column..]."""
     most = variable(builder, constants(FLOATS, float("-inf")))
     with each_vector(builder, vectors) as first:
-        numbers = source.load(row, builder.add(column, first), FLOATS)
+        numbers = source.load(first, FLOATS)
         builder.store(larger(builder, numbers, builder.load(most)), most)
     return reduced(builder, builder.load(most), lambda a, b: larger(builder, a, b))
 
 
-@emits(types.float32, "rows i i i")
-def total_of(builder: Any, source: Rows, row: Any, column: Any, vectors: Any) -> Any:
+@emits(types.float32, "place i")
+def total_of(builder: Any, source: Place, vectors: Any) -> Any:
     """total_of(source, row, column, vectors): the sum of so many vectors of source[row, column..]."""
     total = variable(builder, constants(FLOATS, 0.0))
     with each_vector(builder, vectors) as first:
-        numbers = source.load(row, builder.add(column, first), FLOATS)
+        numbers = source.load(first, FLOATS)
         builder.store(builder.fadd(builder.load(total), numbers), total)
     return sum_of(builder, builder.load(total))
 
 
-@emits(types.UniTuple(types.float32, 2), "rows i i i")
-def extremes(builder: Any, source: Rows, row: Any, column: Any, vectors: Any) -> Any:
+@emits(types.UniTuple(types.float32, 2), "place i")
+def extremes(builder: Any, source: Place, vectors: Any) -> Any:
     """extremes(source, row, column, vectors): the least and the largest of so many vectors of source[row, column..]."""
     least, most = (variable(builder, constants(FLOATS, float(end))) for end in ("inf", "-inf"))
     with each_vector(builder, vectors) as first:
-        numbers = source.load(row, builder.add(column, first), FLOATS)
+        numbers = source.load(first, FLOATS)
         builder.store(_smaller(builder, numbers, builder.load(least)), least)
         builder.store(larger(builder, numbers, builder.load(most)), most)
     return (
@@ -82,18 +83,8 @@ def extremes(builder: Any, source: Rows, row: Any, column: Any, vectors: Any) ->
     )
 
 
-@emits(types.float32, "rows i i f rows i i i")
-def exponentials(
-    builder: Any,
-    source: Rows,
-    row: Any,
-    column: Any,
-    base: Any,
-    out: Rows,
-    to_row: Any,
-    to_column: Any,
-    vectors: Any,
-) -> Any:
+@emits(types.float32, "place f place i")
+def exponentials(builder: Any, source: Place, base: Any, out: Place, vectors: Any) -> Any:
     """exponentials(source, row, column, base, out, to_row, to_column, vectors): the sum of what is written.
 
     out[to_row, to_column..] = exp(source[row, column..] - base) for numbers up to base, and 0 where that is below
@@ -102,9 +93,9 @@ def exponentials(
     bases = repeated(builder, base)
     total = variable(builder, constants(FLOATS, 0.0))
     with each_vector(builder, vectors) as first:
-        numbers = source.load(row, builder.add(column, first), FLOATS)
+        numbers = source.load(first, FLOATS)
         made = _exponential(builder, builder.fsub(numbers, bases))
-        out.store(made, to_row, builder.add(to_column, first))
+        out.store(made, first)
         builder.store(builder.fadd(builder.load(total), made), total)
     return sum_of(builder, builder.load(total))
 
@@ -112,72 +103,35 @@ def exponentials(
 def make_widening(kind: str) -> Any:
     """Numbers of another kind to floats: `float16` (finite ones) and `bfloat16`, both as int16, and `float32`."""
 
-    @emits(types.void, "rows i i rows i i i")
-    def widen_row(
-        builder: Any,
-        source: Rows,
-        row: Any,
-        column: Any,
-        out: Rows,
-        to_row: Any,
-        to_column: Any,
-        vectors: Any,
-    ) -> None:
+    @emits(types.void, "place place i")
+    def widen_row(builder: Any, source: Place, out: Place, vectors: Any) -> None:
         """out[to_row, to_column..] = source[row, column..]"""
         with each_vector(builder, vectors) as first:
-            place = builder.add(column, first)
-            taken = source.load(row, place, FLOATS if kind == "float32" else _HALVES)
-            out.store(widened(builder, taken, kind), to_row, builder.add(to_column, first))
+            taken = source.load(first, FLOATS if kind == "float32" else _HALVES)
+            out.store(widened(builder, taken, kind), first)
 
     return widen_row
 
 
-@emits(types.void, "f rows i i rows i i i")
-def add_weighted(
-    builder: Any,
-    weight: Any,
-    source: Rows,
-    row: Any,
-    column: Any,
-    out: Rows,
-    to_row: Any,
-    to_column: Any,
-    vectors: Any,
-) -> None:
+@emits(types.void, "f place place i")
+def add_weighted(builder: Any, weight: Any, source: Place, out: Place, vectors: Any) -> None:
     """out[to_row, to_column..] += weight * source[row, column..]"""
     weights = repeated(builder, weight)
     with each_vector(builder, vectors) as first:
-        taken = source.load(row, builder.add(column, first), FLOATS)
-        place = builder.add(to_column, first)
-        sums = out.load(to_row, place, FLOATS)
-        out.store(add_product(builder, taken, weights, sums), to_row, place)
+        sums = add_product(builder, source.load(first, FLOATS), weights, out.load(first, FLOATS))
+        out.store(sums, first)
 
 
 def make_scaling(add: bool) -> Any:
     """Whole numbers to floats that replace what stands there, or are added to it."""
 
-    @emits(types.void, "rows i i f f rows i i i")
-    def scale_row(
-        builder: Any,
-        whole: Rows,
-        row: Any,
-        column: Any,
-        unit: Any,
-        shift: Any,
-        out: Rows,
-        to_row: Any,
-        to_column: Any,
-        vectors: Any,
-    ) -> None:
+    @emits(types.void, "place f f place i")
+    def scale_row(builder: Any, whole: Place, unit: Any, shift: Any, out: Place, vectors: Any) -> None:
         """out[to_row, to_column..] is, or gets besides, unit * whole[row, column..] + shift. whole: [., .] int32."""
         units, shifts = repeated(builder, unit), repeated(builder, shift)
         with each_vector(builder, vectors) as first:
-            place = builder.add(to_column, first)
-            floats = builder.sitofp(whole.load(row, builder.add(column, first), WORDS), FLOATS)
-            made = add_product(builder, floats, units, shifts)
-            if add:
-                made = builder.fadd(out.load(to_row, place, FLOATS), made)
-            out.store(made, to_row, place)
+            made = add_product(builder, builder.sitofp(whole.load(first, WORDS), FLOATS), units, shifts)
+            out.store(builder.fadd(out.load(first, FLOATS), made) if add else made, first)
 
     return scale_row
 

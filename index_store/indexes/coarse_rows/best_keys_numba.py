@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -26,6 +26,7 @@ from index_store.attention.vectors.code import (
     SIZE,
     WORD,
     WORDS,
+    Place,
     Rows,
     ask_for,
     call,
@@ -47,29 +48,18 @@ _PLACE = (types.intp, types.intp)
 def make_sums(vectors: int) -> Any:
     """For so many vectors: 16, of each of which the largest number is found, or one, which is written."""
 
-    @emits(types.void, "rows rows i i i rows i i rows i i")
+    @emits(types.void, "rows rows i i i place place")
     def add_rows(
-        builder: Any,
-        line: Rows,
-        begins: Rows,
-        row: Any,
-        count: Any,
-        column: Any,
-        factors: Rows,
-        factor_row: Any,
-        factor_column: Any,
-        out: Rows,
-        to_row: Any,
-        to_column: Any,
+        builder: Any, line: Rows, begins: Rows, row: Any, count: Any, column: Any, factors: Place, out: Place
     ) -> None:
-        """out[to_row, to_column..], 16 numbers: with n[i] = the sum over r < count of line[0, begins[row, r] + column +
-        i] * factors[factor_row + r, factor_column], these n of one vector, or of every vector the largest. begins:
-        int64. Both find the same sums.
+        """out, 16 numbers: with n[i] = the sum over r < count of line[0, begins[row, r] + column + i] * the first of
+        `factors`, r rows below, these n of one vector, or of every vector the largest. begins: int64. Both find the
+        same sums.
         """
         totals = [variable(builder, constants(FLOATS, 0.0)) for _ in range(vectors)]
         with cgutils.for_range(builder, count) as loop:
             begin = builder.add(begins.load(row, loop.index, SIZE), column)
-            factor = factors.load(builder.add(factor_row, loop.index), factor_column, FLOAT)
+            factor = factors.rows.load(builder.add(factors.row, loop.index), factors.column, FLOAT)
             factor = repeated(builder, factor)
             for number, total in enumerate(totals):
                 place = plus(builder, begin, LANES * number)
@@ -80,17 +70,15 @@ def make_sums(vectors: int) -> Any:
         found = gathered(
             builder, [builder.load(total) for total in totals], lambda a, b: larger(builder, a, b)
         )
-        out.store(found, to_row, to_column)
+        out.store(found, SIZE(0))
 
     return add_rows
 
 
-@emits(types.int64, "rows i i f i i i i rows rows i")
+@emits(types.int64, "place f i i i i rows rows i")
 def take_reaching(
     builder: Any,
-    numbers: Rows,
-    row: Any,
-    column: Any,
+    numbers: Place,
     bound: Any,
     low: Any,
     high: Any,
@@ -108,7 +96,7 @@ def take_reaching(
     """
     low, high, name, step = (repeated(builder, builder.trunc(x, WORD)) for x in (low, high, name, step))
     lanes = ir.Constant(WORDS, list(range(LANES)))
-    found = numbers.load(row, column, FLOATS)
+    found = numbers.load(SIZE(0), FLOATS)
     chosen = builder.fcmp_unordered(">=", found, repeated(builder, bound))
     chosen = builder.and_(chosen, builder.icmp_signed(">=", lanes, low))
     chosen = builder.and_(chosen, builder.icmp_signed("<", lanes, high))
@@ -174,6 +162,21 @@ def column_tables(columns: tuple[Columns, ...], keeps: tuple[int, ...]) -> tuple
     )
 
 
+class SearchTable(NamedTuple):
+    """What loops are told of sessions' weights, of which each KV head and session has a row of places [G] in the line.
+
+    line: [1, .]. factors: [H * R, S], what makes exponentials of a span weights. maxima: [., SPAN_MAXIMA of every
+    span]. columns, parts: see `column_tables`.
+    """
+
+    line: F4
+    places: I8
+    factors: F4
+    maxima: F4
+    columns: I8
+    parts: I8
+
+
 @njit()
 def find_row_factors(
     task: int, peaks: F4, totals: F4, factors: F4, rows: int
@@ -183,57 +186,39 @@ def find_row_factors(
 
 
 @njit()
-def find_span_maxima(
-    task: int,
-    places: I8,
-    maxima: F4,
-    columns: I8,
-    parts: I8,
-    queries: int,
-    line: F4,
-    factor_of: F4,
-    spans: int,
-) -> None:  # pragma: no cover - compiled
-    row, span = task // spans, task % spans
-    query = row % queries
-    _find_maxima(line, places, row, factor_of, span, columns[query], parts[query], maxima)
+def find_span_maxima(task: int, search: SearchTable) -> None:  # pragma: no cover - compiled
+    spans = search.factors.shape[1]
+    _find_maxima(search, task // spans, task % spans)
 
 
 @njit()
 def take_row(
     row: int,
-    weights: F4,
-    places: I8,
+    search: SearchTable,
     peaks: F4,
     totals: F4,
     factors: F4,
-    maxima: F4,
-    columns: I8,
-    parts: I8,
     keeps: I8,
     ids: I4,
     found: I4,
     whole: bool,
-    queries: int,
-    spans: int,
-    line: F4,
-    factor_of: F4,
-    group: int,
 ) -> None:  # pragma: no cover - compiled
+    queries, (_, group) = keeps.shape[0], search.places.shape
     head, query = row // queries, row % queries
     if whole:
         for each in range(query * group, (query + 1) * group):
             _find_factors(peaks[head, each], totals[head, each], factors[head, each])
-        for span in range(spans):
-            _find_maxima(line, places, row, factor_of, span, columns[query], parts[query], maxima)
+        for span in range(search.factors.shape[1]):
+            _find_maxima(search, row, span)
     if keeps[query] > 0:
         best = ids[head, query, : keeps[query]]
-        count = _choose(line, places, row, factor_of, columns[query], parts[query], maxima, best)
+        count = _choose(search, row, best)
         found[head, query] = count
-        shared, behind = columns[query, 0], parts[query, 1] - columns[query, 0]
+        shared, behind = search.columns[query, 0], search.parts[query, 1] - search.columns[query, 0]
         for g in range(group):
             for k in range(count):
-                weights[places[row, g] + best[k] + (behind if best[k] >= shared else 0)] = 0
+                place = search.places[row, g] + best[k] + (behind if best[k] >= shared else 0)
+                search.line[0, place] = 0
 
 
 @njit()
@@ -261,12 +246,11 @@ def _extent(span: int, columns: I8, parts: I8) -> tuple[int, int, int]:  # pragm
 
 
 @njit(_nrt=False)
-def _find_maxima(
-    line: F4, places: I8, row: int, factors: F4, span: int, columns: I8, parts: I8, maxima: F4
-) -> None:  # pragma: no cover - compiled
+def _find_maxima(search: SearchTable, row: int, span: int) -> None:  # pragma: no cover - compiled
     """The largest weight of every 16 keys of a span; -inf where it has none. What shares their vectors becomes 0."""
-    group = places.shape[1]
-    begin, low, high = _extent(span, columns, parts)
+    line, places, maxima = search.line, search.places, search.maxima
+    group, query = places.shape[1], row % search.columns.shape[0]
+    begin, low, high = _extent(span, search.columns[query], search.parts[query])
     if low >= high:
         low, high = begin, begin
     first, end = (low - begin) // LANES, (high - begin + LANES - 1) // LANES
@@ -277,18 +261,9 @@ def _find_maxima(
             line[0, places[row, g] + x] = 0
     at = span * SPAN_MAXIMA
     for tile in range(first // LANES, (end + LANES - 1) // LANES):
+        place = begin + tile * TILE
         _largest_sums(
-            line,
-            places,
-            row,
-            group,
-            begin + tile * TILE,
-            factors,
-            row * group,
-            span,
-            maxima,
-            row,
-            at + tile * LANES,
+            line, places, row, group, place, search.factors, row * group, span, maxima, row, at + tile * LANES
         )
     for each in range(first):
         maxima[row, at + each] = -np.inf
@@ -297,13 +272,14 @@ def _find_maxima(
 
 
 @njit()
-def _choose(
-    line: F4, places: I8, row: int, factors: F4, columns: I8, parts: I8, maxima: F4, best: I4
-) -> int:  # pragma: no cover - compiled
+def _choose(search: SearchTable, row: int, best: I4) -> int:  # pragma: no cover - compiled
     """Fills in the best keys' columns; returns how many there are.
 
     Of keys whose weight reaches the bound, which K of the largest weights of neighbours reach.
     """
+    line, places, factors, maxima = search.line, search.places, search.factors, search.maxima
+    query = row % search.columns.shape[0]
+    columns, parts = search.columns[query], search.parts[query]
     bound, group = lower_bound(maxima[row], best.shape[0]), places.shape[1]
     numbers, opened = (
         np.empty((1, maxima.shape[1] + LANES), np.float32),

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from index_store.attention.rows_in_line_numba import row_table
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import make_widening
-from index_store.compiled.launch import F4, I2, I8, njit
+from index_store.compiled.launch import F4, I2, I8, U1, byte_table, int16_table, njit
 from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
 
 SPAN = 2048
@@ -56,6 +57,43 @@ class Spans:
     def of(self, rows_R: I8, first_R: I8) -> Spans:
         """The same room for other rows of weights."""
         return Spans(self.peaks_HRS, self.totals_HRS, rows_R, first_R)
+
+
+class Weights(NamedTuple):
+    """`RowsInLine` as loops have them, the line as one row. Of one KV head places are [R], else [H, R]."""
+
+    line: F4
+    places: I8
+    counts: I8
+
+
+class SpanTable(NamedTuple):
+    """`Spans` as loops have them. Of one KV head peaks and totals are [R, S]."""
+
+    peaks: F4
+    totals: F4
+    rows: I8
+    first: I8
+
+
+class CodedTable(NamedTuple):
+    """Coded rows of one KV head, with their scales and offsets, float16 as int16, and the bits of a code."""
+
+    codes: U1
+    scales: I2
+    offsets: I2
+    bits: int
+
+
+class PassTasks(NamedTuple):
+    """What a loop over passes goes by: `PassTable`, and of coded rows the bytes, the groups of scales, and bits."""
+
+    table: I8
+    tasks: int
+    stride: int
+    width: int
+    groups: int
+    bits: int
 
 
 @lru_cache(maxsize=64)
@@ -263,3 +301,25 @@ def pass_of(table: I8, task: int) -> int:  # pragma: no cover - compiled
     while table[number, TASKS] > task:
         number -= 1
     return number  # type: ignore[no-any-return]
+
+
+@njit()
+def task_of(number: int, passes: PassTasks) -> tuple[I8, int, int]:  # pragma: no cover - compiled
+    """The numbers of the pass that the `number`-th task is of, its KV head, and which of the head's tasks it is."""
+    task = number * passes.stride % passes.tasks
+    own = passes.table[pass_of(passes.table, task)]
+    return own, (task - own[TASKS]) // own[SPLITS], (task - own[TASKS]) % own[SPLITS]
+
+
+@njit()
+def coded_table(
+    own: I8, passes: PassTasks, head: int, row: int, scale_row: int, rows: int, scale_rows: int
+) -> CodedTable:  # pragma: no cover - compiled
+    """A pass's coded rows of a KV head from `row` on, so many of them, and scales and offsets from `scale_row` on."""
+    scale, offset = head * own[SCALES_APART] + scale_row, head * own[OFFSETS_APART] + scale_row
+    return CodedTable(
+        byte_table(own[CODES] + (head * own[CODES_APART] + row) * passes.width, rows, passes.width),
+        int16_table(own[SCALES] + 2 * scale * passes.groups, scale_rows, passes.groups),
+        int16_table(own[OFFSETS] + 2 * offset * passes.groups, scale_rows, passes.groups),
+        passes.bits,
+    )

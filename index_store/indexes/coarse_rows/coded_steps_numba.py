@@ -24,6 +24,7 @@ from index_store.compiled.launch import F4, I4, I8, launch, njit, spread, thread
 from index_store.indexes.coarse_rows.best_keys_numba import (
     SPAN_MAXIMA,
     Columns,
+    SearchTable,
     column_tables,
     find_row_factors,
     find_span_maxima,
@@ -32,14 +33,23 @@ from index_store.indexes.coarse_rows.best_keys_numba import (
 from index_store.indexes.coarse_rows.coded_passes_numba import (
     CodedPass,
     PassTable,
+    PassTasks,
     Spans,
+    SpanTable,
+    Weights,
     passes_among,
     shift_of,
     span_count,
 )
 from index_store.indexes.coarse_rows.key_scores_numba import score_some, weigh
 from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
-from index_store.indexes.coarse_rows.value_sums_numba import attend_some, find_limit, merge_some, shifts_of
+from index_store.indexes.coarse_rows.value_sums_numba import (
+    Parts,
+    attend_some,
+    find_limit,
+    merge_some,
+    shifts_of,
+)
 
 _MOST_PARTS = 16
 _MOST_ROWS = 256  # of one launch, whose parts' outputs are all in memory
@@ -290,24 +300,24 @@ def go_over_rows(
     shifts: I8, beside: F4, limits: F4, first: int, outs: F4, part_peaks: F4, part_totals: F4, out: F4, lse: F4,
 ) -> None:  # fmt: skip # pragma: no cover - compiled
     """All phases, each of so many tasks. line, places, counts: of rows of weights (`RowsInLine`)."""
-    heads, rows, spans = factors.shape
-    sessions, group = keeps.shape[0], session_places.shape[1]
-    weights = line.reshape(1, line.size)
-    factor_of = factors.reshape(heads * rows, spans)
+    heads, rows, each = factors.shape
+    weights = Weights(line.reshape(1, line.size), places, counts)
+    spans, parts = SpanTable(peaks, totals, span_rows, span_first), Parts(outs, part_peaks, part_totals)
+    factor_of = factors.reshape(heads * rows, each)
+    search = SearchTable(weights.line, session_places, factor_of, maxima, columns, column_parts)
     counters = np.zeros((14, LINE), np.int64)
     spread(
         _take_part, threads,
         (
             counters, tasks,
-            (key_table, key_tasks, key_stride, key_width, key_bits, queries, line, places, counts, peaks, totals,
-             span_rows, span_first),
+            (PassTasks(key_table, key_tasks, key_stride, key_width, queries.shape[2], key_bits), queries, weights,
+             spans),
             (peaks, totals, factors, rows),
-            (session_places, maxima, columns, column_parts, sessions, weights, factor_of, spans),
-            (line, session_places, peaks, totals, factors, maxima, columns, column_parts, keeps, ids, found, whole,
-             sessions, spans, weights, factor_of, group),
-            (peaks, totals, span_rows, span_first, counts, shifts, beside, limits),
-            (value_table, value_tasks, value_stride, value_width, groups, value_bits, line, places, counts, peaks,
-             span_rows, span_first, limits, first, outs, part_peaks, part_totals),
-            (outs, part_peaks, part_totals, out, lse, first),
+            (search,),
+            (search, peaks, totals, factors, keeps, ids, found, whole),
+            (spans, counts, shifts, beside, limits),
+            (PassTasks(value_table, value_tasks, value_stride, value_width, groups, value_bits), weights, spans, limits,
+             first, parts),
+            (parts, out, lse, first),
         ),
     )  # fmt: skip

@@ -15,28 +15,25 @@ import numpy as np
 from index_store.attention.rows_in_line_numba import RowsInLine, exponentiate_in_place, largest
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import FOLDED, add_weighted, fold_rows, make_scaling
-from index_store.compiled.launch import F4, I2, I8, U1, byte_table, int16_table, launch, njit, task_loop
+from index_store.compiled.launch import F4, I8, launch, njit, task_loop
 from index_store.indexes.coarse_rows.coded_passes_numba import (
     BEGIN,
-    CODES,
-    CODES_APART,
     COUNT,
     END,
     FIRST,
     LEAD,
     MOST,
-    OFFSETS,
-    OFFSETS_APART,
-    SCALES,
-    SCALES_APART,
     SHIFT,
     SPAN,
-    SPLITS,
-    TASKS,
+    CodedTable,
+    PassTasks,
     Spans,
+    SpanTable,
+    Weights,
     at_cache_line,
+    coded_table,
     largest_count,
-    pass_of,
+    task_of,
     widen,
 )
 from index_store.indexes.coarse_rows.packed_codes_numba import multiply, pack_keys
@@ -68,74 +65,26 @@ def weigh(logits: RowsInLine, shift: int, spans: Spans) -> None:
 
 @njit()
 def score_some(
-    number: int,
-    table: I8,
-    tasks: int,
-    stride: int,
-    width: int,
-    bits: int,
-    queries: F4,
-    out: F4,
-    places: I8,
-    counts: I8,
-    peaks: F4,
-    totals: F4,
-    span_rows: I8,
-    span_first: I8,
+    number: int, passes: PassTasks, queries: F4, out: Weights, spans: SpanTable
 ) -> None:  # pragma: no cover - compiled
-    dim = queries.shape[2]
-    task = number * stride % tasks
-    own = table[pass_of(table, task)]
-    head, span = (task - own[TASKS]) // own[SPLITS], (task - own[TASKS]) % own[SPLITS]
+    own, head, span = task_of(number, passes)
     low, high = max(0, span * SPAN - own[SHIFT]), min(own[MOST], (span + 1) * SPAN - own[SHIFT])
     blocks = (own[LEAD] + own[COUNT] + BLOCK - 1) // BLOCK
     rows = slice(own[BEGIN], own[END])
-    _score_span(
-        byte_table(own[CODES] + head * own[CODES_APART] * width, own[COUNT], width),
-        int16_table(own[SCALES] + 2 * head * own[SCALES_APART] * dim, blocks, dim),
-        int16_table(own[OFFSETS] + 2 * head * own[OFFSETS_APART] * dim, blocks, dim),
-        bits,
-        own[LEAD],
-        queries[head, rows],
-        own[FIRST] + low,
-        own[FIRST] + high,
-        out,
-        places[head, rows],
-        counts[rows],
-        own[FIRST],
-    )
-    if peaks.shape[0] > 0:
-        _weigh_span(
-            out,
-            places[head, rows],
-            counts[rows],
-            low,
-            high,
-            span,
-            peaks[head],
-            totals[head],
-            span_rows[rows],
-            span_first[rows],
-        )
+    keys = coded_table(own, passes, head, 0, 0, own[COUNT], blocks)
+    some = Weights(out.line, out.places[head, rows], out.counts[rows])
+    _score_span(keys, own[LEAD], queries[head, rows], own[FIRST] + low, own[FIRST] + high, some, own[FIRST])
+    if spans.peaks.shape[0] > 0:
+        own_spans = SpanTable(spans.peaks[head], spans.totals[head], spans.rows[rows], spans.first[rows])
+        _weigh_span(some, low, high, span, own_spans)
 
 
 @njit()
 def _score_span(
-    codes: U1,
-    scales: I2,
-    offsets: I2,
-    bits: int,
-    lead: int,
-    queries: F4,
-    first: int,
-    end: int,
-    out: F4,
-    places: I8,
-    counts: I8,
-    origin: int,
+    keys: CodedTable, lead: int, queries: F4, first: int, end: int, out: Weights, origin: int
 ) -> None:  # pragma: no cover - compiled
     """Logits of one head's keys first..end-1; those of a row of queries have the place of key `origin`."""
-    rows, dim = queries.shape
+    (rows, dim), bits = queries.shape, keys.bits
     width = (dim + LANES - 1) // LANES * LANES
     room = rows + FOLDED  # rows are folded, and multiplied, by fours
     padded = at_cache_line(1, room * width)
@@ -150,17 +99,16 @@ def _score_span(
     scale, offset = at_cache_line(1, width), at_cache_line(1, width)
     at_once = min(BLOCK, max(_LEAST_AT_ONCE, _CODES_AT_ONCE // dim))
     at_once -= at_once % LANES
-    raw = np.empty((max(1, codes.shape[1] // 4), at_once), np.uint32)
+    raw = np.empty((max(1, keys.codes.shape[1] // 4), at_once), np.uint32)
     packed = at_cache_line(dim // 4, at_once).view(np.uint32)
     sums = at_cache_line(_ROWS_AT_ONCE, at_once).view(np.int32)
     middle = np.float32((1 << bits) - 1) / np.float32(2)
-    line = out.reshape(1, out.size)
     low = first
     while low < end:
         block = (lead + low) // BLOCK
         high = min(end, (block + 1) * BLOCK - lead)
-        widen(scales, block, dim, halves, scale)
-        widen(offsets, block, dim, halves, offset)
+        widen(keys.scales, block, dim, halves, scale)
+        widen(keys.offsets, block, dim, halves, offset)
         add_weighted(middle, scale, 0, 0, offset, 0, 0, width // LANES)
         for r in range(0, rows, FOLDED):
             for i in range(FOLDED):
@@ -182,20 +130,20 @@ def _score_span(
             )
         for part in range(low, high, at_once):
             count = min(at_once, high - part)
-            pack_keys(codes, part, count, bits, raw, packed)
+            pack_keys(keys.codes, part, count, bits, raw, packed)
             for begin in range(0, rows, _ROWS_AT_ONCE):
                 some = min(_ROWS_AT_ONCE, rows - begin)
                 multiply(packed, 0, count, weights, begin, some, dim // 4, sums)
                 for r in range(some):
                     unit, shift = units[0, begin + r], shifts[0, begin + r]
-                    wanted = max(0, min(count, counts[begin + r] - (part - origin)))
-                    place = places[begin + r] + part - origin
+                    wanted = max(0, min(count, out.counts[begin + r] - (part - origin)))
+                    place = out.places[begin + r] + part - origin
                     whole = wanted // LANES
-                    _write_scaled(sums, r, 0, unit, shift, line, 0, place, whole)
+                    _write_scaled(sums, r, 0, unit, shift, out.line, 0, place, whole)
                     if whole * LANES < wanted:
                         _write_scaled(sums, r, whole * LANES, unit, shift, scratch, 0, 0, 1)
                         for x in range(whole * LANES, wanted):
-                            line[0, place + x] = scratch[0, x - whole * LANES]
+                            out.line[0, place + x] = scratch[0, x - whole * LANES]
         low = high
 
 
@@ -215,29 +163,19 @@ def _weigh(
     spans = (shift + most + SPAN - 1) // SPAN
     head, span = task // spans, task % spans
     low, high = max(0, span * SPAN - shift), min(most, (span + 1) * SPAN - shift)
-    _weigh_span(
-        logits, places[head], counts, low, high, span, peaks[head], totals[head], span_rows, span_first
-    )
+    own = Weights(logits.reshape(1, logits.size), places[head], counts)
+    _weigh_span(own, low, high, span, SpanTable(peaks[head], totals[head], span_rows, span_first))
 
 
 @njit()
 def _weigh_span(
-    numbers: F4,
-    places: I8,
-    counts: I8,
-    low: int,
-    high: int,
-    span: int,
-    peaks: F4,
-    totals: F4,
-    span_rows: I8,
-    span_first: I8,
+    weights: Weights, low: int, high: int, span: int, spans: SpanTable
 ) -> None:  # pragma: no cover - compiled
     """Exponentiates columns low..high-1 of every row, one span, as far as a row has them."""
-    line = numbers.reshape(1, numbers.size)
+    line, places = weights.line, weights.places
     scratch = np.empty((1, LANES), np.float32)
     for r in range(places.shape[0]):
-        stop = min(high, counts[r])
+        stop = min(high, weights.counts[r])
         if stop <= low:
             continue
         peak, total = largest(line, 0, places[r] + low, places[r] + stop), np.float32(0)
@@ -245,5 +183,5 @@ def _weigh_span(
             total = exponentiate_in_place(line, 0, places[r] + low, stop - low, peak, scratch)
         else:
             line[0, places[r] + low : places[r] + stop] = 0
-        row, place = span_rows[r], span_first[r] + span
-        peaks[row, place], totals[row, place] = peak, total
+        row, place = spans.rows[r], spans.first[r] + span
+        spans.peaks[row, place], spans.totals[row, place] = peak, total

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.index_kind import Growth, IndexKind, Parameters, grown
+from index_store.indexes.interface.index_kind import BuildParameters, Growth, IndexKind, grown
 from index_store.indexes.interface.retired import why_retired
 from index_store.selection.budgets import COARSE_ROWS
-from index_store.store.description.json_fields import Scalar
 
 BITS = (2, 3, 4)
 """Bits that a code may have."""
@@ -37,7 +35,7 @@ def value_groups(head_dim: int, widest: int) -> int:
 
 
 @dataclass(frozen=True)
-class CoarseParameters(Parameters):
+class CoarseParameters(BuildParameters):
     """Build parameters of coarse rows.
 
     key_bits, value_bits: for a channel, 2 to 4. value_group: most channels of a value that share a scale. coding,
@@ -65,6 +63,20 @@ class CoarseParameters(Parameters):
                 )
         self._require_at_least(1, "value_group", "iterations")
 
+    def bytes_per_token(self, head_dim: int) -> float:
+        codes = head_dim * (self.key_bits + self.value_bits) / 8
+        return codes + 4 * (head_dim / BLOCK + value_groups(head_dim, self.value_group))
+
+    def appended_bytes(self, head_dim: int, growth: Growth) -> int:
+        if not growth.appended:
+            return 0
+        groups = value_groups(head_dim, self.value_group)
+        row = row_bytes(head_dim, self.key_bits) + row_bytes(head_dim, self.value_bits) + 4 * groups
+        last = growth.keys + growth.appended
+        blocks = (last - 1) // BLOCK - growth.keys // BLOCK + 1
+        raw = 8 * head_dim * BLOCK if _leaves_open(growth) else 0
+        return row * grown(growth.appended) + 4 * head_dim * grown(blocks) + raw
+
 
 class CoarseKind(IndexKind):
     """Every key and value in 2 to 4 bits a channel."""
@@ -72,33 +84,6 @@ class CoarseKind(IndexKind):
     kind = "coarse_rows"
     parameters_type = CoarseParameters
     divides_into = COARSE_ROWS
-
-    @classmethod
-    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
-        return True
-
-    @classmethod
-    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        parsed = CoarseParameters.parse(parameters)
-        codes = head_dim * (parsed.key_bits + parsed.value_bits) / 8
-        scales_and_offsets = 4 * (head_dim / BLOCK + value_groups(head_dim, parsed.value_group))
-        return codes + scales_and_offsets
-
-    @classmethod
-    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
-        return _appended_bytes(CoarseParameters.parse(parameters), head_dim, growth)
-
-
-def _appended_bytes(parameters: CoarseParameters, head_dim: int, growth: Growth) -> int:
-    """What an extension's `nbytes` comes to, of one KV head."""
-    if not growth.appended:
-        return 0
-    groups = value_groups(head_dim, parameters.value_group)
-    row = row_bytes(head_dim, parameters.key_bits) + row_bytes(head_dim, parameters.value_bits) + 4 * groups
-    last = growth.keys + growth.appended
-    blocks = (last - 1) // BLOCK - growth.keys // BLOCK + 1
-    raw = 8 * head_dim * BLOCK if _leaves_open(growth) else 0
-    return row * grown(growth.appended) + 4 * head_dim * grown(blocks) + raw
 
 
 def _leaves_open(growth: Growth) -> bool:

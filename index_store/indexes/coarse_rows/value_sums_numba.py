@@ -15,32 +15,30 @@ keys.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import FOLDED, add_weighted, fold_rows, make_scaling, total_of
-from index_store.compiled.launch import F4, I1, I2, I8, U1, byte_table, int16_table, njit
+from index_store.compiled.launch import F4, I1, I8, njit
 from index_store.indexes.coarse_rows.coded_passes_numba import (
     BEGIN,
-    CODES,
-    CODES_APART,
     COUNT,
     EACH,
     END,
     FIRST,
-    OFFSETS,
-    OFFSETS_APART,
-    SCALES,
-    SCALES_APART,
     SHIFT,
     SLOT,
     SPAN,
-    SPLITS,
-    TASKS,
+    CodedTable,
+    PassTasks,
+    SpanTable,
+    Weights,
     at_cache_line,
+    coded_table,
     largest_count,
-    pass_of,
+    task_of,
     widen_groups,
 )
 from index_store.indexes.coarse_rows.packed_codes_numba import multiply, pack_values
@@ -49,50 +47,51 @@ from index_store.indexes.coarse_rows.parameters import BLOCK
 NEGLIGIBLE = 0.02
 
 
+class Parts(NamedTuple):
+    """Sums of weighted values of parts of the keys, the weights' peaks and totals. Of one part [R, d] and [R]."""
+
+    outs: F4
+    peaks: F4
+    totals: F4
+
+
 @njit()
 def find_limit(
-    task: int,
-    peaks: F4,
-    totals: F4,
-    span_rows: I8,
-    span_first: I8,
-    counts: I8,
-    shifts: I8,
-    beside: F4,
-    limits: F4,
+    task: int, spans: SpanTable, counts: I8, shifts: I8, beside: F4, limits: F4
 ) -> None:  # pragma: no cover - compiled
     """Log of the weight a key, on average, below which runs are left out, of every row: [H, R].
 
-    peaks, totals, span_rows, span_first: `Spans` of the rows' counts of weights, the first of which begins so many
-    positions as its shift behind a span. beside: [H, R] log-sum-exp of logits that the totals lack, or nothing.
+    spans: of the rows' counts of weights, the first of which begins so many positions as its shift behind a span.
+    beside: [H, R] log-sum-exp of logits that the totals lack, or nothing.
     """
     rows = limits.shape[1]
     head, r = task // rows, task % rows
-    row, first = span_rows[r], span_first[r]
-    spans = (shifts[r] + counts[r] + SPAN - 1) // SPAN if counts[r] > 0 else 0
+    row, first = spans.rows[r], spans.first[r]
+    count = (shifts[r] + counts[r] + SPAN - 1) // SPAN if counts[r] > 0 else 0
+    peaks, totals = spans.peaks[head, row], spans.totals[head, row]
     peak = beside[head, r] if beside.size else np.float32(-np.inf)
-    for span in range(spans):
-        peak = max(peak, peaks[head, row, first + span])
+    for span in range(first, first + count):
+        peak = max(peak, peaks[span])
     limits[head, r] = -np.inf
     if peak > -np.inf:
         total = np.exp(beside[head, r] - peak) if beside.size else np.float32(0)
-        for span in range(spans):
-            total += np.exp(peaks[head, row, first + span] - peak) * totals[head, row, first + span]
+        for span in range(first, first + count):
+            total += np.exp(peaks[span] - peak) * totals[span]
         limits[head, r] = peak + np.log(total * np.float32(NEGLIGIBLE) / np.float32(counts[r]))
 
 
 @njit(_nrt=False)
 def choose_rows(
-    line: F4, places: I8, counts: I8, low: int, keys: int, least: F4, chosen: I8
+    weights: Weights, low: int, keys: int, least: F4, chosen: I8
 ) -> int:  # pragma: no cover - compiled
     """Fills in the rows to which a run of so many keys from column `low` on counts; returns how many these are.
 
-    line: [1, .], where the rows' first columns are at places. least: of each row, its weight a key that is enough.
+    least: of each row, its weight a key that is enough.
     """
     count = 0
-    for r in range(counts.shape[0]):
-        own = min(keys, counts[r] - low)
-        if own > 0 and _add_up(line, places[r] + low, own) >= least[r] * np.float32(own):
+    for r in range(weights.counts.shape[0]):
+        own = min(keys, weights.counts[r] - low)
+        if own > 0 and _add_up(weights.line, weights.places[r] + low, own) >= least[r] * np.float32(own):
             chosen[count] = r
             count += 1
     return count
@@ -120,84 +119,46 @@ def shifts_of(passes: tuple[tuple[int, int], ...]) -> I8:
 
 @njit()
 def attend_some(
-    number: int,
-    table: I8,
-    tasks: int,
-    stride: int,
-    width: int,
-    groups: int,
-    bits: int,
-    weights: F4,
-    places: I8,
-    counts: I8,
-    span_peaks: F4,
-    span_rows: I8,
-    span_first: I8,
-    limits: F4,
-    result: int,
-    outs: F4,
-    peaks: F4,
-    totals: F4,
+    number: int, passes: PassTasks, weights: Weights, spans: SpanTable, limits: F4, result: int, parts: Parts
 ) -> None:  # pragma: no cover - compiled
-    task = number * stride % tasks
-    own = table[pass_of(table, task)]
-    head, part = (task - own[TASKS]) // own[SPLITS], (task - own[TASKS]) % own[SPLITS]
+    own, head, part = task_of(number, passes)
     begin = own[FIRST] + max(0, part * own[EACH] * SPAN - own[SHIFT])
     rows, slot, left = slice(own[BEGIN], own[END]), own[SLOT] + part, own[COUNT] - begin
     _attend_part(
-        byte_table(own[CODES] + (head * own[CODES_APART] + begin) * width, left, width),
-        int16_table(own[SCALES] + 2 * (head * own[SCALES_APART] + begin) * groups, left, groups),
-        int16_table(own[OFFSETS] + 2 * (head * own[OFFSETS_APART] + begin) * groups, left, groups),
-        bits,
-        weights,
-        places[head, rows],
-        counts[rows],
-        span_peaks[head],
-        span_rows[rows],
-        span_first[rows],
+        coded_table(own, passes, head, begin, begin, left, left),
+        Weights(weights.line, weights.places[head, rows], weights.counts[rows]),
+        SpanTable(spans.peaks[head], spans.totals[head], spans.rows[rows], spans.first[rows]),
         limits[head, rows],
         own[SHIFT],
         part * own[EACH],
         (part + 1) * own[EACH],
         result,
-        outs[head, slot],
-        peaks[head, slot],
-        totals[head, slot],
+        Parts(parts.outs[head, slot], parts.peaks[head, slot], parts.totals[head, slot]),
     )
 
 
 @njit()
 def _attend_part(
-    codes: U1,
-    scales: I2,
-    offsets: I2,
-    bits: int,
-    weights: F4,
-    places: I8,
-    counts: I8,
-    span_peaks: F4,
-    span_rows: I8,
-    span_first: I8,
+    values: CodedTable,
+    weights: Weights,
+    spans: SpanTable,
     limits: F4,
     shift: int,
     first: int,
     end: int,
     result: int,
-    out: F4,
-    part_peaks: F4,
-    part_totals: F4,
+    part: Parts,
 ) -> None:  # pragma: no cover - compiled
     """Sums of weighted values [R, d] of one head's first keys, the weights' peaks and their totals.
 
     weights: of a row those in columns of spans first..end-1, as far as it has any; beyond the longest row there is
     nothing. limits: see `find_limit`. result: number of the first row of results among those of the spans.
     """
-    rows, dim, groups = places.shape[0], out.shape[1], scales.shape[1]
+    rows, dim, groups, bits = weights.places.shape[0], part.outs.shape[1], values.scales.shape[1], values.bits
     width = dim // groups
     vectors = (width + LANES - 1) // LANES
-    raw = np.empty((1, codes.shape[1]), np.uint32)
+    raw = np.empty((1, values.codes.shape[1]), np.uint32)
     packed = at_cache_line(BLOCK // 4, (dim + 2 * LANES - 1) // LANES * LANES).view(np.uint32)
-    line_of = weights.reshape(1, weights.size)
     halves, line = np.zeros((1, LANES), np.int16), np.zeros((1, BLOCK * groups), np.float32)
     scale, offset = at_cache_line(groups, BLOCK), at_cache_line(groups, BLOCK)
     few, folded = at_cache_line(1, FOLDED * BLOCK), at_cache_line(FOLDED, BLOCK)
@@ -212,8 +173,8 @@ def _attend_part(
     chosen = np.empty(rows, np.int64)
     peaks, totals = np.empty(rows, np.float32), np.zeros(rows, np.float32)
     middle = np.float32((1 << bits) - 1) / np.float32(2)
-    longest = largest_count(counts)
-    _find_peaks(counts, span_peaks, span_rows, span_first, shift, first, end, peaks)
+    longest = largest_count(weights.counts)
+    _find_peaks(weights.counts, spans, shift, first, end, peaks)
     begin_at = max(0, first * SPAN - shift)
     # Blocks begin at multiples of BLOCK positions, so weights that begin at a cache line go on to.
     for block in range((shift + begin_at) // BLOCK, (min(end * SPAN, shift + longest) + BLOCK - 1) // BLOCK):
@@ -222,23 +183,22 @@ def _attend_part(
         if low == begin_at or (shift + low) % SPAN == 0:
             span = (shift + low) // SPAN
             for r in range(rows):
-                peak = span_peaks[span_rows[r], span_first[r] + span] if low < counts[r] else -np.inf
+                inside = low < weights.counts[r]
+                peak = spans.peaks[spans.rows[r], spans.first[r] + span] if inside else -np.inf
                 factors[r] = np.exp(peak - peaks[r]) if peak > -np.inf else 0
                 least[r] = np.exp(limits[r] - peak) if peak > -np.inf else np.inf
-        some_rows = choose_rows(line_of, places, counts, low, keys, least, chosen)
+        some_rows = choose_rows(weights, low, keys, least, chosen)
         if some_rows == 0:
             continue
-        widen_groups(scales, low - begin_at, keys, halves, line, scale)
-        widen_groups(offsets, low - begin_at, keys, halves, line, offset)
+        widen_groups(values.scales, low - begin_at, keys, halves, line, scale)
+        widen_groups(values.offsets, low - begin_at, keys, halves, line, offset)
         for g in range(groups):
             add_weighted(middle, scale, g, 0, offset, g, 0, BLOCK // LANES)
-        pack_values(codes, low - begin_at, keys, bits, raw, packed)
+        pack_values(values.codes, low - begin_at, keys, bits, raw, packed)
         for begin in range(0, some_rows, _ROWS_AT_ONCE):
             some = min(_ROWS_AT_ONCE, some_rows - begin)
             _fold_rows(
-                line_of,
-                places,
-                counts,
+                weights,
                 low,
                 keys,
                 chosen[begin : begin + some],
@@ -262,29 +222,27 @@ def _attend_part(
             for r in range(some):
                 totals[chosen[begin + r]] += factors[chosen[begin + r]] * added[0, r]
     for r in range(rows):
-        row = span_rows[r] - result
-        part_peaks[row], part_totals[row] = peaks[r], totals[r]
+        row = spans.rows[r] - result
+        part.peaks[row], part.totals[row] = peaks[r], totals[r]
         for g in range(groups):
             for i in range(width):
-                out[row, g * width + i] = gathered[r * groups + g, i]
+                part.outs[row, g * width + i] = gathered[r * groups + g, i]
 
 
 @njit(_nrt=False)
 def _find_peaks(
-    counts: I8, span_peaks: F4, span_rows: I8, span_first: I8, shift: int, first: int, end: int, peaks: F4
+    counts: I8, spans: SpanTable, shift: int, first: int, end: int, peaks: F4
 ) -> None:  # pragma: no cover - compiled
     """The largest peak of spans first..end-1 of every row, as far as it has any."""
     for r in range(counts.shape[0]):
         peaks[r] = -np.inf
         for span in range(first, min(end, (shift + counts[r] + SPAN - 1) // SPAN)):
-            peaks[r] = max(peaks[r], span_peaks[span_rows[r], span_first[r] + span])
+            peaks[r] = max(peaks[r], spans.peaks[spans.rows[r], spans.first[r] + span])
 
 
 @njit(_nrt=False)
 def _fold_rows(
-    weights: F4,
-    places: I8,
-    counts: I8,
+    weights: Weights,
     low: int,
     keys: int,
     chosen: I8,
@@ -308,17 +266,17 @@ def _fold_rows(
         whole = keys == BLOCK
         for i in range(FOLDED):
             row = chosen[min(r + i, last)]
-            columns[0, i] = places[row] + low
-            whole = whole and counts[row] - low >= BLOCK
+            columns[0, i] = weights.places[row] + low
+            whole = whole and weights.counts[row] - low >= BLOCK
         if not whole:
             few[:] = 0
             for i in range(FOLDED):
-                for x in range(min(keys, counts[chosen[min(r + i, last)]] - low)):
-                    few[0, i * BLOCK + x] = weights[0, columns[0, i] + x]
+                for x in range(min(keys, weights.counts[chosen[min(r + i, last)]] - low)):
+                    few[0, i * BLOCK + x] = weights.line[0, columns[0, i] + x]
                 columns[0, i] = i * BLOCK
         for g in range(scale.shape[0]):
             place = g * _ROWS_AT_ONCE + r
-            numbers = weights if whole else few
+            numbers = weights.line if whole else few
             fold_rows(
                 numbers,
                 columns,
@@ -337,10 +295,9 @@ def _fold_rows(
 
 
 @njit()
-def merge_some(
-    task: int, outs: F4, peaks: F4, totals: F4, out: F4, lse: F4, first: int
-) -> None:  # pragma: no cover - compiled
+def merge_some(task: int, found: Parts, out: F4, lse: F4, first: int) -> None:  # pragma: no cover - compiled
     """Merges the parts of all rows, the first of which is row `first` of the out. Those with peak -inf hold nothing."""
+    outs, peaks, totals = found.outs, found.peaks, found.totals
     _, parts, rows, _ = outs.shape
     head, r = task // rows, task % rows
     peak = peaks[head, 0, r]

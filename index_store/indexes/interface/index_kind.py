@@ -42,23 +42,6 @@ class Parameters:
                 raise InvalidArgumentError(f"{self.label}: {name} is {number}, expected at least {least}")
 
 
-@dataclass(frozen=True)
-class SubspaceParameters(Parameters):
-    """Build parameters of indexes that cluster slices of keys or queries.
-
-    subspaces: m, a divisor of the head dimension. split: `strided` puts the dimensions i with i mod m = b into
-        subspace b, `contiguous` cuts slices. iterations: of k-means.
-    """
-
-    subspaces: int
-    split: str
-    iterations: int
-
-    def __post_init__(self) -> None:
-        self._require_one_of("split", ("strided", "contiguous"))
-        self._require_at_least(1, "subspaces", "iterations")
-
-
 def _typed(given: Mapping[str, Scalar], cls: type[Parameters]) -> dict[str, Any]:
     """`given` as keyword arguments for the dataclass."""
     known = {field.name: field for field in fields(cls)}
@@ -103,12 +86,49 @@ class Growth:
     block: int
 
 
-class IndexKind(ABC):
+@dataclass(frozen=True)
+class BuildParameters(Parameters, ABC):
+    """What an index is built with, and what follows from it. By default its rankings' logits approximate q.k."""
+
+    @abstractmethod
+    def bytes_per_token(self, head_dim: int) -> float:
+        """Bytes stored per token of a long context, KV head and layer."""
+
+    @abstractmethod
+    def appended_bytes(self, head_dim: int, growth: Growth) -> int:
+        """Bytes that an extension may come to hold per KV head and layer (`AppendedKeys.nbytes`), whatever the keys."""
+
+    def estimates_logits(self, search: Parameters | None) -> bool:
+        """Whether a ranking's logits approximate q.k, so that budgets may take their softmax for attention weights."""
+        return True
+
+    def check_search(self, search: Parameters | None) -> None:
+        """Raises InvalidArgumentError for search options that do not fit these parameters."""
+
+
+@dataclass(frozen=True)
+class SubspaceParameters(BuildParameters):
+    """Build parameters of indexes that cluster slices of keys or queries.
+
+    subspaces: m, a divisor of the head dimension. split: `strided` puts the dimensions i with i mod m = b into
+        subspace b, `contiguous` cuts slices. iterations: of k-means.
+    """
+
+    subspaces: int
+    split: str
+    iterations: int
+
+    def __post_init__(self) -> None:
+        self._require_one_of("split", ("strided", "contiguous"))
+        self._require_at_least(1, "subspaces", "iterations")
+
+
+class IndexKind:
     """One kind of index; `LayerIndex` is one that is there."""
 
     kind: ClassVar[str]
 
-    parameters_type: ClassVar[type[Parameters]]
+    parameters_type: ClassVar[type[BuildParameters]]
     search_type: ClassVar[type[Parameters] | None] = None
     """What build parameters and search options are; None where a search has no options."""
 
@@ -122,8 +142,7 @@ class IndexKind(ABC):
     @classmethod
     def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
         """Raises InvalidArgumentError unless build parameters and search options are complete, known and fit."""
-        cls.parameters_type.parse(parameters)
-        cls.parse_search(search)
+        cls.parameters_type.parse(parameters).check_search(cls.parse_search(search))
 
     @classmethod
     def misfit(cls, parameters: Mapping[str, Scalar], head_dim: int) -> str:
@@ -140,18 +159,3 @@ class IndexKind(ABC):
                 f"index kind {cls.kind!r} takes no search options, got {sorted(search)}"
             )
         return None
-
-    @classmethod
-    @abstractmethod
-    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
-        """Whether a ranking's logits approximate q.k, so that budgets may take their softmax for attention weights."""
-
-    @classmethod
-    @abstractmethod
-    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        """Bytes stored per token of a long context, KV head and layer."""
-
-    @classmethod
-    @abstractmethod
-    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
-        """Bytes that an extension may come to hold per KV head and layer (`AppendedKeys.nbytes`), whatever the keys."""

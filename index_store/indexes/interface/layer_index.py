@@ -289,7 +289,7 @@ class AppendedKeys(ABC):
 Own = TypeVar("Own", bound=AppendedKeys)
 
 
-class LayerIndex(IndexKind):
+class LayerIndex(IndexKind, ABC):
     """The index of one layer: all KV heads, immutable, shared by every session of the context.
 
     key_count: keys of the context, N.

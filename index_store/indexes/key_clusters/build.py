@@ -118,16 +118,7 @@ def _turn(vectors: Tensor, angles: Tensor) -> Tensor:
 
 _SEEDS = 2**31
 
-_ORDER = (
-    "counts",
-    "means",
-    "value_sums",
-    "assignment",
-    "variances",
-    "frequencies",
-    "offsets",
-    "members",
-)
+_ORDER = ("counts", "means", "value_sums", "assignment", "variances", "frequencies", "offsets", "members")
 """In which a layer's arrays are stored; those of a tree come behind."""
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.index_kind import Growth, IndexKind, Parameters, grown
+from index_store.indexes.interface.index_kind import BuildParameters, Growth, IndexKind, Parameters, grown
 from index_store.indexes.interface.retired import why_retired
 from index_store.selection.budgets import CLUSTERS, MOMENTS
-from index_store.store.description.json_fields import Scalar
 
 
 @dataclass(frozen=True)
-class ClusterParameters(Parameters):
+class ClusterParameters(BuildParameters):
     """Build parameters of key clusters.
 
     keys_per_cluster: on average. metric: k-means of directions (`cosine`) or of the keys as they are (`euclidean`).
@@ -47,6 +45,14 @@ class ClusterParameters(Parameters):
                 f"keys_per_cluster, {self.keys_per_cluster}"
             )
 
+    def bytes_per_token(self, head_dim: int) -> float:
+        vectors = 2 + MOMENTS.index(self.moments)
+        counts_and_offsets, members_and_assignment = 8, 8
+        return (4 * vectors * head_dim + counts_and_offsets) / self.keys_per_cluster + members_and_assignment
+
+    def appended_bytes(self, head_dim: int, growth: Growth) -> int:
+        return online_bytes(head_dim, self.keys_per_cluster, self.block, self.moments, growth.appended)
+
 
 @dataclass(frozen=True)
 class TreeParameters(ClusterParameters):
@@ -63,6 +69,11 @@ class TreeParameters(ClusterParameters):
                 f"{self.label}: keys_per_coarse is {self.keys_per_coarse}, expected at least keys_per_cluster, "
                 f"{self.keys_per_cluster}"
             )
+
+    def bytes_per_token(self, head_dim: int) -> float:
+        vectors = 2 + MOMENTS.index(self.moments)
+        parents, coarse = 4 / self.keys_per_cluster, (4 * vectors * head_dim + 8) / self.keys_per_coarse
+        return super().bytes_per_token(head_dim) + parents + coarse
 
 
 @dataclass(frozen=True)
@@ -98,25 +109,6 @@ class ClusterKind(IndexKind):
     parameters_type: ClassVar[type[ClusterParameters]] = ClusterParameters
     search_type = ClusterSearch
 
-    @classmethod
-    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
-        return True
-
-    @classmethod
-    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        parsed = cls.parameters_type.parse(parameters)
-        vectors = 2 + MOMENTS.index(parsed.moments)
-        counts_and_offsets = 8
-        members_and_assignment = 8
-        return (
-            4 * vectors * head_dim + counts_and_offsets
-        ) / parsed.keys_per_cluster + members_and_assignment
-
-    @classmethod
-    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
-        parsed = cls.parameters_type.parse(parameters)
-        return online_bytes(head_dim, parsed.keys_per_cluster, parsed.block, parsed.moments, growth.appended)
-
 
 class TreeKind(ClusterKind):
     """Clusters of keys under coarser ones."""
@@ -124,14 +116,6 @@ class TreeKind(ClusterKind):
     kind = "cluster_tree"
     parameters_type = TreeParameters
     search_type = TreeSearch
-
-    @classmethod
-    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        parsed = TreeParameters.parse(parameters)
-        vectors = 2 if parsed.moments == "none" else 3
-        parents = 4 / parsed.keys_per_cluster
-        coarse = (4 * vectors * head_dim + 8) / parsed.keys_per_coarse
-        return super().bytes_per_token(parameters, head_dim) + parents + coarse
 
 
 def online_bytes(head_dim: int, keys_per_cluster: int, block: int, moments: str, keys: int) -> int:

@@ -167,11 +167,7 @@ def fill_rows(rows: Tensor) -> Tensor:
 
 
 def find_clusters(
-    vectors_HND: Tensor,
-    blocks: Blocks,
-    iterations: int,
-    metric: str,
-    seed: int,
+    vectors_HND: Tensor, blocks: Blocks, iterations: int, metric: str, seed: int
 ) -> tuple[Tensor, Tensor]:
     """The cluster of every vector, [H, N] int32, and the centroids [H, C, D] in the vectors' dtype.
 

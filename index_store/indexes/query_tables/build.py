@@ -38,10 +38,7 @@ def build_tables(parameters: TableParameters, source: LayerSource, seed: int) ->
         per_head: dict[str, list[Tensor]] = {name: [] for name in collected}
         for subspace, dims in enumerate(dims_MB):
             centroids = spherical_kmeans(
-                sample_PD[:, dims],
-                parameters.centroids,
-                parameters.iterations,
-                seed + subspace,
+                sample_PD[:, dims], parameters.centroids, parameters.iterations, seed + subspace
             )
             slices = keys_ND[:, dims].float()
             if parameters.scores == "cosine":

@@ -47,11 +47,7 @@ def build_device_tables(
 
 
 def cluster_queries(
-    sample_HPD: Tensor,
-    dims_MB: Tensor,
-    centroids: int,
-    iterations: int,
-    seed: int,
+    sample_HPD: Tensor, dims_MB: Tensor, centroids: int, iterations: int, seed: int
 ) -> Tensor:
     """Unit-length centroids [H, m, C, B] float32 of the sampled queries' slices."""
     heads = len(sample_HPD)

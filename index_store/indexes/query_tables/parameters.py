@@ -41,6 +41,36 @@ class TableParameters(SubspaceParameters):
         if not 0.0 < self.alpha <= 1.0:
             raise InvalidArgumentError(f"query tables: alpha is {self.alpha}, expected above 0 and at most 1")
 
+    def check_search(self, search: Parameters | None) -> None:
+        if not isinstance(search, TableSearch):
+            return
+        if search.backoff_centroids > self.centroids:
+            raise InvalidArgumentError(
+                f"table search: backoff_centroids is {search.backoff_centroids}, expected 1 to {self.centroids}, the "
+                "centroids of a subspace"
+            )
+        if self.layout == "lists" and search.group == "per_head" and search.weights == "uniform":
+            raise InvalidArgumentError(
+                "table search: with uniform weights a key that no list holds has no score, so there is nothing to "
+                "take a softmax of; use group pooled or weights projection over lists"
+            )
+
+    def estimates_logits(self, search: Parameters | None) -> bool:
+        return self.scores == "dot" and isinstance(search, TableSearch) and search.weights == "projection"
+
+    def bytes_per_token(self, head_dim: int) -> float:
+        rows = self.subspaces * self.centroids
+        return float(rows) if self.layout == "dense" else 6.0 * rows * self.alpha
+
+    def appended_bytes(self, head_dim: int, growth: Growth) -> int:
+        rows = self.subspaces * self.centroids
+        if self.layout == "dense":
+            return rows * grown(growth.appended)
+        # A list that takes every key holds as many as it may, and has room for those of the next append.
+        new = min(growth.appended, growth.block)
+        most = min(growth.appended - new, list_capacity(self, growth.keys)) + new
+        return rows * (6 * max(LEAST_ENTRIES, grown(most, LEAST_ENTRIES)) + 8) if growth.appended else 0
+
 
 @dataclass(frozen=True)
 class TableSearch(Parameters):
@@ -86,29 +116,6 @@ class TableKind(IndexKind):
     needs_queries = True
 
     @classmethod
-    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
-        super().check_options(parameters, search)
-        layout, options = parameters["layout"], TableSearch.parse(search)
-        centroids = TableParameters.parse(parameters).centroids
-        if options.backoff_centroids > centroids:
-            raise InvalidArgumentError(
-                f"table search: backoff_centroids is {options.backoff_centroids}, expected 1 to {centroids}, the "
-                "centroids of a subspace"
-            )
-        if layout == "lists" and options.group == "per_head" and options.weights == "uniform":
-            raise InvalidArgumentError(
-                "table search: with uniform weights a key that no list holds has no score, so there is nothing to "
-                "take a softmax of; use group pooled or weights projection over lists"
-            )
-
-    @classmethod
-    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
-        return (
-            TableParameters.parse(parameters).scores == "dot"
-            and TableSearch.parse(search).weights == "projection"
-        )
-
-    @classmethod
     def misfit(cls, parameters: Mapping[str, Scalar], head_dim: int) -> str:
         built = TableParameters.parse(parameters)
         width = head_dim // built.subspaces
@@ -119,23 +126,6 @@ class TableKind(IndexKind):
             f"{built.centroids} directions hold too little of a query; take a method that searches the keys themselves "
             f"(refined), or build the index with {head_dim // 4} subspaces"
         )
-
-    @classmethod
-    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        parsed = TableParameters.parse(parameters)
-        rows = parsed.subspaces * parsed.centroids
-        return float(rows) if parsed.layout == "dense" else 6.0 * rows * parsed.alpha
-
-    @classmethod
-    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
-        parsed = TableParameters.parse(parameters)
-        rows = parsed.subspaces * parsed.centroids
-        if parsed.layout == "dense":
-            return rows * grown(growth.appended)
-        # A list that takes every key holds as many as it may, and has room for those of the next append.
-        new = min(growth.appended, growth.block)
-        most = min(growth.appended - new, list_capacity(parsed, growth.keys)) + new
-        return rows * (6 * max(LEAST_ENTRIES, grown(most, LEAST_ENTRIES)) + 8) if growth.appended else 0
 
 
 def list_capacity(parameters: TableParameters, count: int) -> int:

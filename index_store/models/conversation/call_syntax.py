@@ -96,7 +96,7 @@ def _calls_written(writes: Writes, count: int, told: bool) -> str | None:
     if whole is None or begun is None or answered is None:
         return None
     # Before an answer a template may write what it does not write into an earlier one, and the other way round.
-    start = min(_common(whole, begun), _common(whole, answered.partition(_ANSWER)[0]))
+    start = min(common_start(whole, begun), common_start(whole, answered.partition(_ANSWER)[0]))
     return _ID_MEMBER.sub("", whole[start:])
 
 
@@ -123,13 +123,16 @@ def _before(text: str, ends: Sequence[str]) -> str:
     return text[: min(places)] if places else text.rstrip()
 
 
-def _common(one: str, other: str) -> int:
-    count = 0
-    for letter, second in zip(one, other, strict=False):
-        if letter != second:
-            break
-        count += 1
-    return count
+def common_start(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one.startswith(other[:middle]):
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def plainly(conversation: Conversation, syntax: CallSyntax) -> Conversation:

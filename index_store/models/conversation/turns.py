@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from index_store.errors import InvalidArgumentError, ManifestError
+from index_store.models.conversation.call_syntax import common_start
 from index_store.models.conversation.chat_template import ChatTemplate, OrdinaryText, Rendering
 from index_store.models.conversation.messages import (
     Conversation,
@@ -74,164 +75,175 @@ class StoredConversation:
             ) from None
 
 
-def begin(
-    template: ChatTemplate, ordinary: OrdinaryText, conversation: Conversation, moment: datetime
-) -> tuple[list[int], StoredConversation]:
-    """Token ids of a conversation that others shall follow, and what is to be kept of it.
+class ConversationTokens:
+    """Token ids of conversations, by the words of a chat template and a tokenizer."""
 
-    Raises InvalidArgumentError where the template words a message otherwise once another follows it, or takes no turn
-    after the last one.
-    """
-    return _stored(template, ordinary, conversation, moment, 0)
+    def __init__(self, template: ChatTemplate, ordinary: OrdinaryText) -> None:
+        self._template, self._ordinary = template, ordinary
 
+    def begin_conversation(
+        self, conversation: Conversation, moment: datetime | None = None
+    ) -> tuple[list[int], StoredConversation]:
+        """Token ids of a context of messages that others shall follow, and what is to be kept of it.
 
-def extend(
-    template: ChatTemplate,
-    ordinary: OrdinaryText,
-    stored: StoredConversation,
-    new: Sequence[Message],
-    stored_ids: Callable[[], Sequence[int]],
-) -> tuple[list[int], StoredConversation]:
-    """Token ids of further messages after a stored conversation, that others shall follow, and what is kept of all.
+        moment: what a template takes for the present. Raises InvalidArgumentError where there is no template or it
+        fails, words a message otherwise once another follows it, or takes no turn after the last one.
+        """
+        return self._stored(conversation, moment or datetime.now(UTC), 0)
 
-    Raises InvalidArgumentError as `begin` and `go_on` do.
-    """
-    _check_begins(template, ordinary, stored, new, stored_ids, answer_follows=False)
-    conversation = stored.conversation.followed_by(new)
-    return _stored(template, ordinary, conversation, stored.moment, stored.characters)
+    def extend_conversation(
+        self, stored: StoredConversation, new: Sequence[Message], stored_ids: Callable[[], Sequence[int]]
+    ) -> tuple[list[int], StoredConversation]:
+        """Token ids of further messages after a stored conversation, that others shall follow, and what is kept of all.
 
+        Raises InvalidArgumentError as `begin_conversation` and `continue_conversation` do.
+        """
+        self._check_begins(stored, new, stored_ids, answer_follows=False)
+        conversation = stored.conversation.followed_by(new)
+        return self._stored(conversation, stored.moment, stored.characters)
 
-def _stored(
-    template: ChatTemplate, ordinary: OrdinaryText, conversation: Conversation, moment: datetime, start: int
-) -> tuple[list[int], StoredConversation]:
-    """Token ids of a conversation from a character of its wording on, as far as a further turn leaves them."""
-    whole = template.render(conversation, moment, answer_follows=False)
-    longer = _longer(template, conversation, moment)
-    end, needed = _common(whole.text, longer.text), max(whole.last_mark(), start)
-    if end < needed:
+    def continue_conversation(
+        self, stored: StoredConversation, new: Sequence[Message], stored_ids: Callable[[], Sequence[int]]
+    ) -> list[int]:
+        """Token ids of further turns after a stored conversation, up to where the model's answer begins.
+
+        stored_ids: tells the context's tokens, which are asked for only where they are not the beginning. Raises
+        InvalidArgumentError where the whole conversation does not begin with them, and tells the first that differs.
+        """
+        whole = self._check_begins(stored, new, stored_ids, answer_follows=True)
+        return self._ordinary.encode_rendering(whole.after(stored.characters), first=False)
+
+    def encode_turns(self, new: Sequence[Message]) -> list[int]:
+        """Token ids of turns after a context of plain text, up to where the model's answer begins.
+
+        Raises InvalidArgumentError as `begin_conversation` does, and where the template leaves earlier turns out.
+        """
+        return self._ordinary.encode_rendering(self._after_text(new), first=False, behind_text=True)
+
+    def format_question(self, question: str) -> str:
+        """What the chat template writes for a question after a context of plain text; `encode_turns` has its tokens."""
+        return self._after_text((Message(Role.USER, question),)).text
+
+    def _stored(
+        self, conversation: Conversation, moment: datetime, start: int
+    ) -> tuple[list[int], StoredConversation]:
+        """Token ids of a conversation from a character of its wording on, as far as a further turn leaves them."""
+        whole = self._template.render(conversation, moment, answer_follows=False)
+        longer = self._longer(conversation, moment)
+        end, needed = common_start(whole.text, longer.text), max(whole.last_mark(), start)
+        if end < needed:
+            raise InvalidArgumentError(
+                f"the chat template of model {self._template.name!r} words these messages otherwise once another one "
+                f"follows, near {whole.text[max(end - 30, 0) : end + 30]!r}; add the message that it words them with, "
+                "or store the text without messages"
+            )
+        longer_ids = self._ordinary.encode_rendering(longer.after(start), first=not start)
+        for border in range(end, max(end - _MOST_BORDERS, needed - 1), -1):
+            ids = self._ordinary.encode_rendering(whole.before(border).after(start), first=not start)
+            if ids and ids == longer_ids[: len(ids)]:
+                return ids, StoredConversation(conversation, moment, border, _digest(whole.text[:border]))
         raise InvalidArgumentError(
-            f"the chat template of model {template.name!r} words these messages otherwise once another one follows, "
-            f"near {whole.text[max(end - 30, 0) : end + 30]!r}; add the message that it words them with, or store the "
-            "text without messages"
+            f"the tokenizer of model {self._template.name!r} merges the end of the last message with what follows it; "
+            "end the message otherwise, or store the text without messages"
         )
-    longer_ids = ordinary.encode_rendering(longer.after(start), first=not start)
-    for border in range(end, max(end - _MOST_BORDERS, needed - 1), -1):
-        ids = ordinary.encode_rendering(whole.before(border).after(start), first=not start)
-        if ids and ids == longer_ids[: len(ids)]:
-            return ids, StoredConversation(conversation, moment, border, _digest(whole.text[:border]))
-    raise InvalidArgumentError(
-        f"the tokenizer of model {template.name!r} merges the end of the last message with what follows it; end the "
-        "message otherwise, or store the text without messages"
-    )
 
+    def _longer(self, conversation: Conversation, moment: datetime) -> Rendering:
+        """The conversation with a turn that may follow it: of whom, is found out by trying."""
+        refused: list[InvalidArgumentError] = []
+        for turns in _next_turns(conversation):
+            try:
+                return self._template.render(
+                    conversation.followed_by(turns), moment, answer_follows=turns[-1].role != Role.ASSISTANT
+                )
+            except InvalidArgumentError as error:
+                refused.append(error)
+        raise InvalidArgumentError(
+            f"no message can follow these, neither the user's nor the model's ({refused[0].message}); "
+            "store the text without messages"
+        ) from refused[0]
 
-def _longer(template: ChatTemplate, conversation: Conversation, moment: datetime) -> Rendering:
-    """The conversation with a turn that may follow it: of whom, is found out by trying."""
-    refused: list[InvalidArgumentError] = []
-    for turns in _next_turns(conversation):
+    def _check_begins(
+        self,
+        stored: StoredConversation,
+        new: Sequence[Message],
+        stored_ids: Callable[[], Sequence[int]],
+        *,
+        answer_follows: bool,
+    ) -> Rendering:
+        """The wording of both, in which the new messages are marked. Raises as `continue_conversation`."""
+        conversation, known = stored.conversation.followed_by(new), len(stored.conversation.messages)
         try:
-            return template.render(
-                conversation.followed_by(turns), moment, answer_follows=turns[-1].role != Role.ASSISTANT
+            whole = self._template.render(
+                conversation, stored.moment, answer_follows=answer_follows, new=known
             )
         except InvalidArgumentError as error:
-            refused.append(error)
-    raise InvalidArgumentError(
-        f"no message can follow these, neither the user's nor the model's ({refused[0].message}); "
-        "store the text without messages"
-    ) from refused[0]
+            raise self._why_not(stored, new, error) from error
+        if _digest(whole.text[: stored.characters]) != stored.digest:
+            raise self._first_difference(stored, new, stored_ids())
+        return whole
 
-
-def go_on(
-    template: ChatTemplate,
-    ordinary: OrdinaryText,
-    stored: StoredConversation,
-    new: Sequence[Message],
-    stored_ids: Callable[[], Sequence[int]],
-) -> list[int]:
-    """Token ids of further turns after a stored conversation, up to where the model's answer begins.
-
-    stored_ids: tells the context's tokens, which are asked for only where they are not the beginning. Raises
-    InvalidArgumentError where the whole conversation does not begin with them, and tells the first that differs.
-    """
-    whole = _check_begins(template, ordinary, stored, new, stored_ids, answer_follows=True)
-    return ordinary.encode_rendering(whole.after(stored.characters), first=False)
-
-
-def _check_begins(
-    template: ChatTemplate,
-    ordinary: OrdinaryText,
-    stored: StoredConversation,
-    new: Sequence[Message],
-    stored_ids: Callable[[], Sequence[int]],
-    *,
-    answer_follows: bool,
-) -> Rendering:
-    """The wording of both, in which the new messages are marked. Raises InvalidArgumentError as `go_on` does."""
-    conversation, known = stored.conversation.followed_by(new), len(stored.conversation.messages)
-    try:
-        whole = template.render(conversation, stored.moment, answer_follows=answer_follows, new=known)
-    except InvalidArgumentError as error:
-        raise _why_not(template, stored, new, error) from error
-    if _digest(whole.text[: stored.characters]) != stored.digest:
-        raise _first_difference(template, ordinary, stored, new, stored_ids())
-    return whole
-
-
-def _why_not(
-    template: ChatTemplate, stored: StoredConversation, new: Sequence[Message], error: InvalidArgumentError
-) -> InvalidArgumentError:
-    """The error of a template that takes no further messages; with what to do where it wants the roles to alternate."""
-    last = stored.conversation.messages[-1].role
-    if not new or new[0].role is not last or last is Role.ASSISTANT:
-        return error
-    between = stored.conversation.followed_by((Message(Role.ASSISTANT, _NEXT_TURN), *new))
-    try:
-        template.render(between, stored.moment, answer_follows=new[-1].role is not Role.ASSISTANT)
-    except InvalidArgumentError:
-        return error
-    return InvalidArgumentError(
-        f"{error.message}; the context ends with a message of the {last.value}, and this one is of the {last.value}, "
-        "too: send a message of the assistant first, or make the context anew with one at its end",
-        field="messages",
-    )
-
-
-def turns_after_text(template: ChatTemplate, new: Sequence[Message]) -> Rendering:
-    """Turns after a text that is no conversation, up to where the model's answer begins.
-
-    They are what the template adds to a conversation for these turns. So there is no begin-of-text token in them, and
-    no system message, which some templates put before a first turn: in the middle of a text it makes a model forget
-    what it has read. Raises InvalidArgumentError where the template leaves earlier turns out.
-    """
-    moment = datetime.now(UTC)
-    earlier = Conversation((Message(Role.USER, "..."), Message(Role.ASSISTANT, _EARLIER_TURN)))
-    closed = _after_earlier_turn(template, template.render(earlier, moment, answer_follows=False, new=2))
-    whole = template.render(earlier.followed_by(new), moment, answer_follows=True, new=2)
-    turns = _after_earlier_turn(template, whole)
-    return turns.after(len(closed.text) if turns.text.startswith(closed.text) else 0)
-
-
-def _after_earlier_turn(template: ChatTemplate, rendering: Rendering) -> Rendering:
-    """What the chat template writes behind the words of the earlier turn."""
-    start = rendering.text.find(_EARLIER_TURN)
-    if start < 0:
-        raise InvalidArgumentError(
-            f"the chat template of model {template.name!r} leaves earlier turns out; "
-            "pass the prompt word for word instead"
+    def _why_not(
+        self, stored: StoredConversation, new: Sequence[Message], error: InvalidArgumentError
+    ) -> InvalidArgumentError:
+        """The error of a template that takes no further messages; with what to do where it wants roles to alternate."""
+        last = stored.conversation.messages[-1].role
+        if not new or new[0].role is not last or last is Role.ASSISTANT:
+            return error
+        between = stored.conversation.followed_by((Message(Role.ASSISTANT, _NEXT_TURN), *new))
+        try:
+            self._template.render(between, stored.moment, answer_follows=new[-1].role is not Role.ASSISTANT)
+        except InvalidArgumentError:
+            return error
+        return InvalidArgumentError(
+            f"{error.message}; the context ends with a message of the {last.value}, and this one is of the "
+            f"{last.value}, too: send a message of the assistant first, or make the context anew with one at its end",
+            field="messages",
         )
-    return rendering.after(start + len(_EARLIER_TURN))
 
+    def _after_text(self, new: Sequence[Message]) -> Rendering:
+        """Turns after a text that is no conversation, up to where the model's answer begins.
 
-def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with in common."""
-    least, most = 0, min(len(one), len(other))
-    while least < most:
-        middle = (least + most + 1) // 2
-        if one.startswith(other[:middle]):
-            least = middle
-        else:
-            most = middle - 1
-    return least
+        They are what the template adds to a conversation for these turns. So there is no begin-of-text token in them,
+        and no system message, which some templates put before a first turn: in the middle of a text it makes a model
+        forget what it has read. Raises InvalidArgumentError where the template leaves earlier turns out.
+        """
+        moment = datetime.now(UTC)
+        earlier = Conversation((Message(Role.USER, "..."), Message(Role.ASSISTANT, _EARLIER_TURN)))
+        closed = self._after_earlier_turn(self._template.render(earlier, moment, answer_follows=False, new=2))
+        whole = self._template.render(earlier.followed_by(new), moment, answer_follows=True, new=2)
+        turns = self._after_earlier_turn(whole)
+        return turns.after(len(closed.text) if turns.text.startswith(closed.text) else 0)
+
+    def _after_earlier_turn(self, rendering: Rendering) -> Rendering:
+        """What the chat template writes behind the words of the earlier turn."""
+        start = rendering.text.find(_EARLIER_TURN)
+        if start < 0:
+            raise InvalidArgumentError(
+                f"the chat template of model {self._template.name!r} leaves earlier turns out; "
+                "pass the prompt word for word instead"
+            )
+        return rendering.after(start + len(_EARLIER_TURN))
+
+    def _first_difference(
+        self, stored: StoredConversation, new: Sequence[Message], stored_ids: Sequence[int]
+    ) -> InvalidArgumentError:
+        """The error of a conversation that does not begin with what is stored."""
+        whole = self._template.render(
+            stored.conversation.followed_by(new), stored.moment, answer_follows=True
+        )
+        ids = self._ordinary.encode_rendering(whole)
+        place = next(
+            (place for place, (one, other) in enumerate(zip(ids, stored_ids, strict=False)) if one != other),
+            min(len(ids), len(stored_ids)),
+        )
+        return InvalidArgumentError(
+            f"the conversation does not begin with the context's tokens: token {place} of {len(stored_ids)} is "
+            f"{self._ordinary.shown(ids[place:])} with these messages, "
+            f"{self._ordinary.shown(stored_ids[place:])} in the context; the chat template of the model has changed "
+            "since the context was made, or words earlier messages otherwise: prefill the messages again",
+            field="messages",
+            position=place,
+        )
 
 
 def _next_turns(conversation: Conversation) -> Iterator[tuple[Message, ...]]:
@@ -242,30 +254,6 @@ def _next_turns(conversation: Conversation) -> Iterator[tuple[Message, ...]]:
         return
     yield (Message(Role.USER, _NEXT_TURN),)
     yield (Message(Role.ASSISTANT, _NEXT_TURN),)
-
-
-def _first_difference(
-    template: ChatTemplate,
-    ordinary: OrdinaryText,
-    stored: StoredConversation,
-    new: Sequence[Message],
-    stored_ids: Sequence[int],
-) -> InvalidArgumentError:
-    """The error of a conversation that does not begin with what is stored."""
-    whole = template.render(stored.conversation.followed_by(new), stored.moment, answer_follows=True)
-    ids = ordinary.encode_rendering(whole)
-    place = next(
-        (place for place, (one, other) in enumerate(zip(ids, stored_ids, strict=False)) if one != other),
-        min(len(ids), len(stored_ids)),
-    )
-    return InvalidArgumentError(
-        f"the conversation does not begin with the context's tokens: token {place} of {len(stored_ids)} is "
-        f"{ordinary.shown(ids[place:])} with these messages, {ordinary.shown(stored_ids[place:])} in the context; "
-        "the chat template of the model has changed since the context was made, or words earlier messages otherwise: "
-        "prefill the messages again",
-        field="messages",
-        position=place,
-    )
 
 
 def _digest(text: str) -> str:

@@ -8,7 +8,7 @@ ManifestError and name field, value and (when read from a file) path.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -284,7 +284,6 @@ class Manifest:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of all indexes."""
         return sum(index.nbytes for index in self.indexes)
 
     @property
@@ -300,7 +299,6 @@ class Manifest:
 
     @property
     def written_version(self) -> int:
-        """The format version that it is written in."""
         if self.model.index_keys:
             return INDEX_VERSION
         chunked = self.model.window is not None and self.model.window.chunked
@@ -348,25 +346,34 @@ class Manifest:
             )
         return labels
 
+    @property
+    def layers_of(self) -> Mapping[str, tuple[int, ...]]:
+        """By the path of every array that has rows of layers: whose rows they are, in their order."""
+        full, windowed = self.model.full_layers, self.model.window_layers
+        found = {self.kv.path: full or windowed}
+        for entry, layers in ((self.window, windowed), (self.queries, full)):
+            found |= {} if entry is None else {entry.path: layers}
+        return found | {array.path: index.layers for index in self.indexes for array in index.arrays}
+
+    def changed_arrays(
+        self, change: Callable[[ArrayEntry], ArrayEntry], *, layered: bool = False
+    ) -> dict[str, Any]:
+        """Fields for `replace` with every array changed; layered: only those of `layers_of`."""
+        names = ("kv", "window", "queries", *(() if layered else ("tokens", "state", "conversation")))
+        present = {name: getattr(self, name) for name in names}
+        indexes = (replace(each, arrays=tuple(map(change, each.arrays))) for each in self.indexes)
+        return {
+            **{name: change(entry) for name, entry in present.items() if entry is not None},
+            "indexes": tuple(indexes),
+        }
+
     def with_checksums(self, checksums: Mapping[str, str | None]) -> Manifest:
         """The manifest with the checksums of every array, by path (see `ArrayEntry.checksums`); None takes them out."""
 
         def sealed(entry: ArrayEntry) -> ArrayEntry:
             return replace(entry, checksums=checksums[entry.path])
 
-        indexes = tuple(
-            replace(index, arrays=tuple(sealed(array) for array in index.arrays)) for index in self.indexes
-        )
-        return replace(
-            self,
-            tokens=sealed(self.tokens),
-            kv=sealed(self.kv),
-            window=self.window and sealed(self.window),
-            state=self.state and sealed(self.state),
-            queries=self.queries and sealed(self.queries),
-            conversation=self.conversation and sealed(self.conversation),
-            indexes=indexes,
-        )
+        return replace(self, **self.changed_arrays(sealed))
 
     def _check_layers(self, name: str, layers: tuple[int, ...]) -> None:
         ascending = all(a < b for a, b in itertools.pairwise(layers))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from decode_engine.evaluation.tasks import source_text
+from decode_engine.evaluation.tasks.documents import source_text
 from harness.report import CheckFailedError
 from index_store.cli.console import SilentReporter
 from index_store.models.resolve import resolve_model

@@ -50,7 +50,7 @@ from harness.report import CheckFailedError, check_close, reporting
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from decode_engine.evaluation.tasks import parse_length
+from decode_engine.evaluation.tasks.documents import parse_length
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.selected_attention import Observation

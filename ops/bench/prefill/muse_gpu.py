@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from decode_engine.evaluation.tasks import source_text
+from decode_engine.evaluation.tasks.documents import source_text
 from index_store.models.loading import LoadedModel, load_model, load_tokenizer, resolve_model
 from prefill_worker.muse.attention import muse_attention
 from prefill_worker.muse.backend import EAGER, Backend, kernels
@@ -108,7 +108,7 @@ def eager_on(dtype: torch.dtype) -> Backend:
         points: Tensor, clusters: int, cap: float, iterations: int, seed: int
     ) -> BoundedClusters:
         found = kernels().find_clusters(points.to(dtype), clusters, cap, iterations, seed)
-        return replace(found, centroids=found.centroids.to(points.dtype))
+        return found._replace(centroids=found.centroids.to(points.dtype))
 
     return replace(EAGER, find_clusters=find_clusters)
 

@@ -39,7 +39,7 @@ from harness.report import CheckFailedError, Report, reporting
 from harness.served import serving
 
 from decode_engine.rpc.client import Client
-from decode_engine.rpc.routing.rendezvous import order_of
+from decode_engine.rpc.routing.router import order_of
 from index_store.store.catalog import Store
 
 ANSWER = 16

@@ -42,7 +42,7 @@ import typer
 from harness.page_cache import cached_share, drop_from_page_cache, files_below
 from harness.report import CheckFailedError, Report, reporting
 
-from decode_engine.evaluation.tasks import source_text
+from decode_engine.evaluation.tasks.documents import source_text
 from decode_engine.rpc.client import Client
 from index_store.models.resolve import resolve_model
 from index_store.models.tokenizer import load_tokenizer

@@ -48,7 +48,7 @@ from harness.report import CheckFailedError, Report, reporting
 from harness.served import Shelf, serving
 from harness.steps.general_steps import percentile
 
-from decode_engine.evaluation.tasks import parse_length
+from decode_engine.evaluation.tasks.documents import parse_length
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.client.verbs import GenerateOptions
 from index_store.errors import InvalidArgumentError

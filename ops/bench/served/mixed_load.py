@@ -36,7 +36,7 @@ from harness.report import Report, reporting
 from harness.served import Served, Shelf, serving
 from harness.steps.general_steps import percentile
 
-from decode_engine.evaluation.tasks import make_document, source_text
+from decode_engine.evaluation.tasks.documents import make_document, source_text
 from decode_engine.rpc.client import AsyncClient
 
 GROWTH = 1.25

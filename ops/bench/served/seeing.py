@@ -39,7 +39,7 @@ from harness.doors import Ask, Asked, Heard, collector
 from harness.report import CheckFailedError, reporting
 from harness.served import Shelf, serving
 
-from decode_engine.evaluation.tasks import parse_length
+from decode_engine.evaluation.tasks.documents import parse_length
 
 CASES: Mapping[str, Sequence[str]] = {
     "plain": (),

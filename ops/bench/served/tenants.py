@@ -46,7 +46,7 @@ from harness.served import Shelf, serving
 from harness.steps.general_steps import percentile
 from seeing import ratio, tokens_per_s
 
-from decode_engine.evaluation.tasks import parse_length
+from decode_engine.evaluation.tasks.documents import parse_length
 from decode_engine.rpc.client import Client, Credentials
 from decode_engine.rpc.door.access import TokenFile
 

@@ -56,7 +56,7 @@ from served_path import figures
 
 from decode_engine.processes.cluster.near import cores_near
 from decode_engine.rpc.client import Client
-from decode_engine.rpc.routing.rendezvous import order_of
+from decode_engine.rpc.routing.router import order_of
 from index_store.store.catalog import Store
 
 BAR = 1.9

@@ -4,7 +4,8 @@ usage: python ops/bench/whole_model/capacity_gpu.py --lengths 128k --out DIR [--
        python ops/bench/whole_model/capacity_gpu.py --lengths 32k --out DIR --also DIR/capacity_128k.jsonl
 
 The model has the shape of Llama-3.1-8B with random weights, contexts are random, and steps run in flight through the
-engine's own graphs, as in `decode_gpu.py`. A case is `METHOD@WHERE`, or `METHOD@WHERE/int8` over exact rows in 8 bits:
+engine's own graphs, as in `decode_gpu.py`. A case is `METHOD@WHERE`, with `/int8` over exact rows in 8 bits, and with
+`/slots64` one slot for so many rows in host memory, as `serve --slot-share` says:
 
 - `full`: our own full attention over bfloat16; over rows in 8 bits with `/int8`.
 - `float8`: full attention over a cache in float8 by FlashInfer (`pip install flashinfer-python`), the faster of the
@@ -29,6 +30,7 @@ in `DIR/capacity.md` and `DIR/capacity.png`.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -59,14 +61,14 @@ from harness.steps.captured_steps import (
 from harness.steps.general_steps import full_logits
 
 from decode_engine.evaluation.pictures import check_pictures
-from decode_engine.evaluation.tasks import parse_length
+from decode_engine.evaluation.tasks.documents import parse_length
 from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.settings.command_options import search_cores
 from decode_engine.steps import batch_kinds
 from decode_engine.steps.step_graph import StepModel, step_model
 from decode_engine.steps.stepper import MAX_ROWS
 from index_store.memory.memory_sizes import parse_size
-from index_store.memory.placement import MemoryBytes, Placement
+from index_store.memory.placement import SLOT_SHARE, MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.store.description.context_id import ModelIdentity
@@ -75,7 +77,8 @@ from index_store.store.description.manifest import Manifest
 
 CASES = (
     "full@device,full@device/int8,float8@device,refined:0.01@device,refined:0.01@device/int8,"
-    "refined:0.01/2bits@device,refined:0.0025@hybrid,refined:0.0025@hybrid/int8,refined:0.0025/2bits@hybrid"
+    "refined:0.01/2bits@device,refined:0.0025@hybrid,refined:0.0025@hybrid/int8,refined:0.0025/2bits@hybrid,"
+    "refined:0.0025/2bits@hybrid/int8/slots64"
 )
 COUNTS = "1,4,16,64"
 SESSION_TOKENS = 512
@@ -95,20 +98,20 @@ class Case:
     label: str
     placement: Placement
     rows: str
+    slot_share: int = SLOT_SHARE
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """METHOD@WHERE[/int8]. Raises typer.BadParameter for anything else."""
-        label, _, where = text.rpartition("@")
-        place, _, rows = where.partition("/")
-        places = (Placement.DEVICE.value, Placement.HYBRID.value)
-        if place not in places or rows not in ("", INT8) or (label == "float8" and where != "device"):
+        """METHOD@WHERE[/int8][/slotsN]. Raises typer.BadParameter for anything else."""
+        found = re.fullmatch(r"(.+)@(device|hybrid)(/int8)?(?:/slots([1-9]\d*))?", text)
+        if not found or (found[1] == "float8" and not text.endswith("@device")):
             raise typer.BadParameter(
-                f"case is {text!r}, expected METHOD@device or METHOD@hybrid, with /int8 or without"
+                f"case is {text!r}, expected METHOD@device or METHOD@hybrid, with /int8, /slots64 or without"
             )
+        label, place, rows, slots = found.groups()
         if label == "full" and place == "hybrid":
             raise typer.BadParameter(f"{text}: each step would read all contexts from host memory")
-        return cls(text, label, Placement(place), rows or AS_DTYPE)
+        return cls(text, label, Placement(place), INT8 if rows else AS_DTYPE, int(slots or SLOT_SHARE))
 
     @property
     def method(self) -> Method:
@@ -118,7 +121,7 @@ class Case:
         """What its sessions take."""
         manifest = describe_context(identity, self.method, tokens, self.rows)
         kind = Float8Served if self.label == "float8" else Served
-        return kind(manifest, self.method, self.placement, SESSION_TOKENS)
+        return kind(manifest, self.method, self.placement, SESSION_TOKENS, self.slot_share)
 
 
 class Float8Served(Served):
@@ -170,9 +173,10 @@ def planned(
     return sorted(figures, key=made_of)
 
 
-def made_of(figure: Figure) -> tuple[str, str, int]:
+def made_of(figure: Figure) -> tuple[str, str, int, int]:
     """Figures of one kind are timed on the same contexts."""
-    return figure.case.rows, figure.case.placement.value, figure.sessions
+    case = figure.case
+    return case.rows, case.placement.value, case.slot_share, figure.sessions
 
 
 class Bench:
@@ -216,8 +220,9 @@ class Bench:
                     figure.case.method.name + figure.case.label: figure.case.method for figure in figures
                 }.values()
             )
+            share, rows = first.case.slot_share, first.case.rows
             placed = PlacedContexts(
-                identity, methods, first.tokens, first.sessions, device, ranges, rows=first.case.rows
+                identity, methods, first.tokens, first.sessions, device, ranges, slot_share=share, rows=rows
             )
             if first.sessions == 1:
                 in_device = placed.make(Placement.DEVICE)
@@ -345,7 +350,7 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def main(
     out: Annotated[Path, typer.Option(help="Folder for lines, table and picture.")] = Path("capacity"),
     lengths: Annotated[str, typer.Option(help="Of contexts, comma-separated: 32k,128k.")] = "32k,128k",
-    cases: Annotated[str, typer.Option(help="METHOD@WHERE[/int8], comma-separated.")] = CASES,
+    cases: Annotated[str, typer.Option(help="METHOD@WHERE[/int8][/slotsN], comma-separated.")] = CASES,
     counts: Annotated[str, typer.Option(help="Of sessions, beside as many as fit.")] = COUNTS,
     most: Annotated[int, typer.Option(help="Sessions at most.")] = 2 * MAX_ROWS,
     host: Annotated[str, typer.Option(help="Bytes of host memory for contexts.")] = "1TiB",

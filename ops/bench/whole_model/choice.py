@@ -38,7 +38,7 @@ from torch import Tensor
 from decode_engine.engine.requests import Found
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import Chosen
-from decode_engine.evaluation.tasks import parse_length
+from decode_engine.evaluation.tasks.documents import parse_length
 from decode_engine.layers.session import Session
 from decode_engine.model.method_choice import StepCosts, label, measure_steps
 from decode_engine.model.runner import ModelRunner

@@ -35,7 +35,7 @@ from harness.steps.answers import Answer, ask
 
 from decode_engine.engine.engine import Engine
 from decode_engine.evaluation.prefill_command import PrefillCommand
-from decode_engine.evaluation.tasks import parse_length, source_text
+from decode_engine.evaluation.tasks.documents import parse_length, source_text
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.fields import Sampling

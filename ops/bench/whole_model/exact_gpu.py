@@ -44,6 +44,7 @@ from torch import Tensor
 from decode_engine.engine.drafting import MOST, ContextSuffixes
 from decode_engine.engine.engine import Engine
 from decode_engine.layers.session import Session
+from decode_engine.model.ranks import Alone
 from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.order import Order
 from decode_engine.settings.command_options import Prompts
@@ -130,7 +131,7 @@ class ToldRunner(ModelRunner):
         self.model, self.identity, self.device = model, identity, weights.device
         self.kv_dtype, self.forms, self.prompts = str(weights.dtype).removeprefix("torch."), (), Prompts.EXACT
         self._compute_dtype, self._suffixes = weights.dtype, WeakKeyDictionary()
-        self._told = told
+        self._told, self.ranks, self._row_layers = told, Alone(), None
         self._stepper = self.stepper = Stepper(told.behind(run), identity, weights.dtype, weights.device)
 
     def suffixes(self, context: ResidentContext) -> ContextSuffixes:

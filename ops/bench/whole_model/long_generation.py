@@ -44,7 +44,7 @@ from torch import Tensor
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.evaluation.pictures import check_pictures
 from decode_engine.evaluation.prefill_command import PrefillCommand
-from decode_engine.evaluation.tasks import parse_length, source_text
+from decode_engine.evaluation.tasks.documents import parse_length, source_text
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import SparseLayer

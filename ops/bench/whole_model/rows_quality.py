@@ -38,8 +38,13 @@ from torch import Tensor
 
 from decode_engine.evaluation.evaluate import question_segment
 from decode_engine.evaluation.scoring import Segment, SegmentScore, reference_log_probs, score_segment
-from decode_engine.evaluation.tasks import parse_length, source_text
-from decode_engine.evaluation.tasks.documents import Document, DocumentSet, make_documents
+from decode_engine.evaluation.tasks.documents import (
+    Document,
+    DocumentSet,
+    make_documents,
+    parse_length,
+    source_text,
+)
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.unstored import no_context
 from decode_engine.model.warm_up import made_up_context

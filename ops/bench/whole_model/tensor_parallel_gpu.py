@@ -331,7 +331,7 @@ class Job:
             for label, method in zip(self.methods, methods, strict=True):
                 line = {"figure": "step", "method": label, "sessions": count, "tokens": self.tokens}
                 try:
-                    line |= self.measure(model, contexts, label, method)
+                    line |= self.measure(model, contexts, label, method, part.rank)
                 except Exception as error:  # others may well run
                     line |= failure(error)
                 else:
@@ -347,7 +347,7 @@ class Job:
             tidy_up()
 
     def measure(
-        self, model: Any, contexts: Sequence[ResidentContext], label: str, method: Method
+        self, model: Any, contexts: Sequence[ResidentContext], label: str, method: Method, rank: int
     ) -> dict[str, Any]:
         """Checks, then times. Raises CheckFailedError."""
         vocabulary = self.shape.vocabulary
@@ -361,11 +361,12 @@ class Job:
             row: dict[str, Any] = {}
             for kind, logits in found.items():
                 file = self.folder / f"{label.replace('/', '_')}-{len(contexts)}-{kind}.pt"
-                if self.reference and not file.exists():
-                    torch.save(logits, file)
-                if kind == "all" and self.reference:
-                    row |= compared(logits, general_logits(model, contexts, vocabulary))
-                elif file.exists():
+                if self.reference:
+                    if rank == 0:
+                        torch.save(logits, file)
+                    if kind == "all":
+                        row |= compared(logits, general_logits(model, contexts, vocabulary))
+                else:
                     suffix = "" if kind == "own" or not method.sparse else "_all_keys"
                     row |= {
                         f"{name}{suffix}": value for name, value in compared(logits, torch.load(file)).items()

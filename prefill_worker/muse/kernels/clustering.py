@@ -23,12 +23,20 @@ from prefill_worker.muse.kernels.clusters import (
     stretches_of,
     take_best,
 )
-from prefill_worker.muse.kernels.layout import load_rows, padded, precision, rows_at_a_time, rows_in, rows_of
+from prefill_worker.muse.kernels.layout import (
+    Constants,
+    load_rows,
+    members_from,
+    padded,
+    rows_at_a_time,
+    rows_in,
+    rows_of,
+)
 
 
 def draw_seeds(points_BHRND: Tensor, clusters: int, seed: int) -> Tensor:
     """`draw_seeds_reference`."""
-    heads, ranges, count, dim = points_BHRND.shape[1:]
+    heads, ranges, count = points_BHRND.shape[1:4]
     waits = draw_waits(points_BHRND, seed)
     scores = torch.empty_like(waits)
     problems = scores[..., 0].numel()
@@ -40,8 +48,7 @@ def draw_seeds(points_BHRND: Tensor, clusters: int, seed: int) -> Tensor:
         heads,
         ranges,
         count,
-        DIM=dim,
-        TILE=tile,
+        K=Constants.of(points_BHRND, tile),
         num_warps=4,
     )
     return take_best(points_BHRND, scores, clusters)
@@ -55,16 +62,15 @@ def rate_kernel(
     heads: tl.tensor,
     ranges: tl.tensor,
     count: tl.tensor,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """One program per (TILE points, problem): squared norms divided by waiting times."""
-    tiles = tl.cdiv(count, TILE)
+    tiles = tl.cdiv(count, K.TILE)
     problem = tl.program_id(0) // tiles
     point_rows = rows_of(point_rows, problem, heads, ranges)
-    at = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
+    at = (tl.program_id(0) % tiles) * K.TILE + tl.arange(0, K.TILE)
     inside = at < count
-    points = load_rows(point_rows, at.to(tl.int64), inside, DIM).to(tl.float32)
+    points = load_rows(point_rows, at.to(tl.int64), inside, K).to(tl.float32)
     place = problem.to(tl.int64) * count + at
     waits = tl.load(waits_ptr + place, mask=inside, other=1.0)
     tl.store(scores_ptr + place, tl.sum(points * points, 1) / waits, mask=inside)
@@ -103,10 +109,7 @@ def move_centroids(points_BHRND: Tensor, centroids_YCD: Tensor) -> Tensor:
         count,
         stretches,
         clusters,
-        DIM=dim,
-        CLUSTERS=padded(clusters),
-        TILE=rows_at_a_time(count, 128),
-        PRECISION=precision(points_BHRND),
+        K=Constants.of(points_BHRND, rows_at_a_time(count, 128), clusters=clusters),
         num_warps=4,
     )
     moved = torch.empty_like(centroids_YCD)
@@ -118,8 +121,7 @@ def move_centroids(points_BHRND: Tensor, centroids_YCD: Tensor) -> Tensor:
         moved,
         stretches,
         clusters,
-        DIM=dim,
-        TILE=tile,
+        K=Constants.of(points_BHRND, tile),
         num_warps=4,
     )
     return moved
@@ -127,7 +129,7 @@ def move_centroids(points_BHRND: Tensor, centroids_YCD: Tensor) -> Tensor:
 
 def place_points(points_BHRND: Tensor, centroids_YCD: Tensor, cap: float) -> tuple[Tensor, Tensor]:
     """`place_points_reference`: every stretch chooses by itself, then stretches are put one behind the other."""
-    heads, ranges, count, dim = points_BHRND.shape[1:]
+    heads, ranges, count = points_BHRND.shape[1:4]
     problems, clusters, _ = centroids_YCD.shape
     stretches, room = stretches_of(count), places_in_stretch(count, clusters, cap)
     device = points_BHRND.device
@@ -144,10 +146,7 @@ def place_points(points_BHRND: Tensor, centroids_YCD: Tensor, cap: float) -> tup
         stretches,
         clusters,
         room,
-        DIM=dim,
-        CLUSTERS=padded(clusters),
-        TILE=TILE,
-        PRECISION=precision(points_BHRND),
+        K=Constants.of(points_BHRND, TILE, clusters=clusters),
         num_warps=4,
     )
     members = torch.empty(problems, clusters, stretches * room, dtype=torch.int32, device=device)
@@ -162,9 +161,8 @@ def place_points(points_BHRND: Tensor, centroids_YCD: Tensor, cap: float) -> tup
         stretches,
         clusters,
         room,
-        CLUSTERS=padded(clusters),
+        K=Constants.of(points_BHRND, tile, clusters=clusters),
         STRETCHES=int(triton.next_power_of_2(stretches)),
-        TILE=tile,
         num_warps=4,
     )
     return members, counts
@@ -184,11 +182,23 @@ def average_members(points_BHRND: Tensor, members_YCU: Tensor, counts_YC: Tensor
         ranges,
         clusters,
         room,
-        DIM=dim,
-        TILE=rows_at_a_time(room, 64),
+        K=Constants.of(points_BHRND, rows_at_a_time(room, 64)),
         num_warps=4,
     )
     return means
+
+
+@triton.jit
+def load_centroids(
+    centroids_ptr: tl.tensor, problem: tl.tensor, clusters: tl.tensor, K: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """A problem's centroids, zero where there are none, and half of their squared norms."""
+    dims, own = tl.arange(0, K.DIM), tl.arange(0, K.CLUSTERS)
+    row = (problem * clusters).to(tl.int64) + own
+    at = centroids_ptr + row[:, None] * K.DIM + dims[None, :]
+    centroids = tl.load(at, mask=own[:, None] < clusters, other=0.0)
+    wide = centroids.to(tl.float32)
+    return centroids, 0.5 * tl.sum(wide * wide, 1)
 
 
 @triton.jit(do_not_specialize=["heads", "ranges", "count", "stretches", "clusters"])
@@ -202,39 +212,32 @@ def move_kernel(
     count: tl.tensor,
     stretches: tl.tensor,
     clusters: tl.tensor,
-    DIM: tl.constexpr,
-    CLUSTERS: tl.constexpr,
-    TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """One program per (stretch of consecutive points, problem): sums and sizes of the nearest centroids' points."""
     stretch = tl.program_id(0) % stretches
     problem = tl.program_id(0) // stretches
     point_rows = rows_of(point_rows, problem, heads, ranges)
-    dims = tl.arange(0, DIM)
-    own = tl.arange(0, CLUSTERS)
-    row = (problem * clusters).to(tl.int64) + own
-    centroids = tl.load(
-        centroids_ptr + row[:, None] * DIM + dims[None, :], mask=own[:, None] < clusters, other=0.0
-    )
-    wide = centroids.to(tl.float32)
-    halves = tl.where(own < clusters, 0.5 * tl.sum(wide * wide, 1), float("inf"))
-    sums = tl.zeros([CLUSTERS, DIM], tl.float32)
-    sizes = tl.zeros([CLUSTERS], tl.float32)
-    length = tl.cdiv(tl.cdiv(count, stretches), TILE) * TILE
+    dims = tl.arange(0, K.DIM)
+    own = tl.arange(0, K.CLUSTERS)
+    centroids, halves = load_centroids(centroids_ptr, problem, clusters, K)
+    halves = tl.where(own < clusters, halves, float("inf"))
+    sums = tl.zeros([K.CLUSTERS, K.DIM], tl.float32)
+    sizes = tl.zeros([K.CLUSTERS], tl.float32)
+    length = tl.cdiv(tl.cdiv(count, stretches), K.TILE) * K.TILE
     first = stretch * length
     end = tl.minimum(count, first + length)
-    for start in range(first, end, TILE):
-        at = start + tl.arange(0, TILE)
+    for start in range(first, end, K.TILE):
+        at = start + tl.arange(0, K.TILE)
         inside = at < end
-        points = load_rows(point_rows, at.to(tl.int64), inside, DIM)
-        scores = tl.dot(points, tl.trans(centroids), input_precision=PRECISION) - halves[None, :]
+        points = load_rows(point_rows, at.to(tl.int64), inside, K)
+        scores = tl.dot(points, tl.trans(centroids), input_precision=K.PRECISION) - halves[None, :]
         nearest = tl.argmax(scores, 1)
         belongs = ((own[:, None] == nearest[None, :]) & inside[None, :]).to(points.dtype)
-        sums += tl.dot(belongs, points, input_precision=PRECISION)
+        sums += tl.dot(belongs, points, input_precision=K.PRECISION)
         sizes += tl.sum(belongs.to(tl.float32), 1)
     row = (problem * stretches + stretch).to(tl.int64) * clusters + own
-    tl.store(sums_ptr + row[:, None] * DIM + dims[None, :], sums, mask=own[:, None] < clusters)
+    tl.store(sums_ptr + row[:, None] * K.DIM + dims[None, :], sums, mask=own[:, None] < clusters)
     tl.store(sizes_ptr + row, sizes, mask=own < clusters)
 
 
@@ -246,22 +249,21 @@ def mean_kernel(
     moved_ptr: tl.tensor,
     stretches: tl.tensor,
     clusters: tl.tensor,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """One program per (TILE clusters, problem) adds up the stretches."""
-    tiles = tl.cdiv(clusters, TILE)
+    tiles = tl.cdiv(clusters, K.TILE)
     problem = (tl.program_id(0) // tiles).to(tl.int64)
-    own = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
+    own = (tl.program_id(0) % tiles) * K.TILE + tl.arange(0, K.TILE)
     inside = own < clusters
-    dims = tl.arange(0, DIM)
-    sums = tl.zeros([TILE, DIM], tl.float32)
-    sizes = tl.zeros([TILE], tl.float32)
+    dims = tl.arange(0, K.DIM)
+    sums = tl.zeros([K.TILE, K.DIM], tl.float32)
+    sizes = tl.zeros([K.TILE], tl.float32)
     for stretch in range(stretches):
         row = (problem * stretches + stretch) * clusters + own
-        sums += tl.load(sums_ptr + row[:, None] * DIM + dims[None, :], mask=inside[:, None], other=0.0)
+        sums += tl.load(sums_ptr + row[:, None] * K.DIM + dims[None, :], mask=inside[:, None], other=0.0)
         sizes += tl.load(sizes_ptr + row, mask=inside, other=0.0)
-    at = (problem * clusters + own)[:, None] * DIM + dims[None, :]
+    at = (problem * clusters + own)[:, None] * K.DIM + dims[None, :]
     old = tl.load(centroids_ptr + at, mask=inside[:, None], other=0.0)
     means = (sums / tl.maximum(sizes, 1.0)[:, None]).to(old.dtype)
     tl.store(moved_ptr + at, tl.where(sizes[:, None] > 0.0, means, old), mask=inside[:, None])
@@ -279,34 +281,25 @@ def place_kernel(
     stretches: tl.tensor,
     clusters: tl.tensor,
     room: tl.tensor,
-    DIM: tl.constexpr,
-    CLUSTERS: tl.constexpr,
-    TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """One program per (stretch, problem): cluster times `room` plus rank in the cluster of every point, and sizes."""
     stretch = tl.program_id(0) % stretches
     problem = tl.program_id(0) // stretches
     point_rows = rows_of(point_rows, problem, heads, ranges)
     places_ptr += problem.to(tl.int64) * count
-    dims = tl.arange(0, DIM)
-    own = tl.arange(0, CLUSTERS)
-    row = (problem * clusters).to(tl.int64) + own
-    centroids = tl.load(
-        centroids_ptr + row[:, None] * DIM + dims[None, :], mask=own[:, None] < clusters, other=0.0
-    )
-    wide = centroids.to(tl.float32)
-    halves = 0.5 * tl.sum(wide * wide, 1)
+    own = tl.arange(0, K.CLUSTERS)
+    centroids, halves = load_centroids(centroids_ptr, problem, clusters, K)
     taken = tl.where(own < clusters, 0, room)
-    line = tl.arange(0, TILE)
+    line = tl.arange(0, K.TILE)
     earlier = (line[:, None] > line[None, :]).to(tl.float16)
-    for start in range(0, tl.cdiv(count - stretch, stretches), TILE):
+    for start in range(0, tl.cdiv(count - stretch, stretches), K.TILE):
         at = stretch + (start + line) * stretches
         inside = at < count
-        points = load_rows(point_rows, at.to(tl.int64), inside, DIM)
-        scores = tl.dot(points, tl.trans(centroids), input_precision=PRECISION) - halves[None, :]
+        points = load_rows(point_rows, at.to(tl.int64), inside, K)
+        scores = tl.dot(points, tl.trans(centroids), input_precision=K.PRECISION) - halves[None, :]
         waiting = inside.to(tl.int32)
-        place = tl.zeros([TILE], tl.int32)
+        place = tl.zeros([K.TILE], tl.int32)
         left = tl.sum(waiting, 0)
         while left > 0:
             choice = tl.argmax(tl.where((taken < room)[None, :], scores, float("-inf")), 1)
@@ -334,23 +327,22 @@ def list_kernel(
     stretches: tl.tensor,
     clusters: tl.tensor,
     room: tl.tensor,
-    CLUSTERS: tl.constexpr,
+    K: tl.constexpr,
     STRETCHES: tl.constexpr,
-    TILE: tl.constexpr,
 ) -> None:
     """One program per (stretch, problem) writes its points behind those of the stretches before it."""
     stretch = tl.program_id(0) % stretches
     problem = (tl.program_id(0) // stretches).to(tl.int64)
     taken_ptr += problem * stretches * clusters
-    own = tl.arange(0, CLUSTERS)
+    own = tl.arange(0, K.CLUSTERS)
     if stretch == 0:
-        total = tl.zeros([CLUSTERS], tl.int32)
+        total = tl.zeros([K.CLUSTERS], tl.int32)
         for other in range(stretches):
             total += tl.load(taken_ptr + other * clusters + own, mask=own < clusters, other=0)
         tl.store(counts_ptr + problem * clusters + own, total, mask=own < clusters)
     others = tl.arange(0, STRETCHES)
-    for start in range(0, tl.cdiv(count - stretch, stretches), TILE):
-        at = stretch + (start + tl.arange(0, TILE)) * stretches
+    for start in range(0, tl.cdiv(count - stretch, stretches), K.TILE):
+        at = stretch + (start + tl.arange(0, K.TILE)) * stretches
         inside = at < count
         place = tl.load(places_ptr + problem * count + at, mask=inside, other=0)
         cluster = place // room
@@ -374,19 +366,17 @@ def average_kernel(
     ranges: tl.tensor,
     clusters: tl.tensor,
     room: tl.tensor,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """One program per (cluster, problem)."""
     problem = tl.program_id(0) // clusters
     point_rows = rows_of(point_rows, problem, heads, ranges)
     members_ptr += tl.program_id(0).to(tl.int64) * room
     count = tl.load(counts_ptr + tl.program_id(0))
-    dims = tl.arange(0, DIM)
-    sums = tl.zeros([TILE, DIM], tl.float32)
-    for start in range(0, count, TILE):
-        line = start + tl.arange(0, TILE)
-        at = tl.load(members_ptr + line, mask=line < count, other=0).to(tl.int64)
-        sums += load_rows(point_rows, at, line < count, DIM).to(tl.float32)
+    dims = tl.arange(0, K.DIM)
+    sums = tl.zeros([K.TILE, K.DIM], tl.float32)
+    for start in range(0, count, K.TILE):
+        at, inside = members_from(members_ptr, start, count, K)
+        sums += load_rows(point_rows, at, inside, K).to(tl.float32)
     mean = tl.sum(sums, 0) / tl.maximum(count, 1).to(tl.float32)
-    tl.store(means_ptr + tl.program_id(0).to(tl.int64) * DIM + dims, mean.to(means_ptr.dtype.element_ty))
+    tl.store(means_ptr + tl.program_id(0).to(tl.int64) * K.DIM + dims, mean.to(means_ptr.dtype.element_ty))

@@ -14,7 +14,7 @@ Shape legend: B batch, H heads, R ranges, N points, Y problems, C clusters, U pl
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ STRETCH = 2048
 """Points of a stretch at least, where there are more."""
 
 
-@dataclass(frozen=True, slots=True)
-class BoundedClusters:
+class BoundedClusters(NamedTuple):
     """Which points belong to which cluster.
 
     members: [Y, C, U] int32, numbers of the points of each cluster; what comes behind the count means nothing.

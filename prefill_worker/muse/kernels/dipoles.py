@@ -13,10 +13,10 @@ from torch import Tensor
 
 from prefill_worker.muse.kernels.clusters import BoundedClusters
 from prefill_worker.muse.kernels.layout import (
+    Constants,
     key_problem,
     load_rows,
-    padded,
-    precision,
+    members_from,
     rows_at_a_time,
     rows_in,
     rows_of,
@@ -39,19 +39,13 @@ def covary_members(keys_BERMD: Tensor, values_BERMD: Tensor, clusters: BoundedCl
     covary_kernel[(problems * key_clusters,)](
         rows_in(keys_BERMD),
         rows_in(values_BERMD),
-        clusters.members,
-        clusters.counts,
-        clusters.centroids,
-        moments.covariances,
-        moments.keys,
-        moments.values,
+        clusters,
+        moments,
         heads,
         ranges,
         key_clusters,
         room,
-        DIM=dim,
-        TILE=rows_at_a_time(room, 64 if dtype != torch.float32 else 32),
-        PRECISION=precision(keys_BERMD),
+        K=Constants.of(keys_BERMD, rows_at_a_time(room, 64 if dtype != torch.float32 else 32)),
         num_warps=4 if dim <= 64 else 8,
         num_stages=2,
     )
@@ -63,12 +57,7 @@ def mix_dipoles(logits_YCK: Tensor, covariances_ZKDD: Tensor, group: int, ranges
     problems, query_clusters, key_clusters = logits_YCK.shape
     dim = covariances_ZKDD.shape[-1]
     dipoles = torch.empty(
-        problems,
-        query_clusters,
-        dim,
-        dim,
-        dtype=covariances_ZKDD.dtype,
-        device=covariances_ZKDD.device,
+        problems, query_clusters, dim, dim, dtype=covariances_ZKDD.dtype, device=covariances_ZKDD.device
     )
     columns = min(_COLUMNS, dim * dim)
     mix_kernel[(problems * (dim * dim // columns),)](
@@ -82,9 +71,7 @@ def mix_dipoles(logits_YCK: Tensor, covariances_ZKDD: Tensor, group: int, ranges
         key_clusters,
         ENTRIES=dim * dim,
         COLUMNS=columns,
-        MEANS=padded(query_clusters),
-        CLUSTERS=padded(key_clusters),
-        PRECISION=precision(covariances_ZKDD),
+        K=Constants.of(covariances_ZKDD, means=query_clusters, clusters=key_clusters),
         num_warps=4,
     )
     return dipoles
@@ -113,9 +100,7 @@ def mix_dipoles_backward(
         key_clusters,
         ENTRIES=dim * dim,
         COLUMNS=min(_COLUMNS if covariances_ZKDD.dtype != torch.float32 else 64, dim * dim),
-        MEANS=padded(query_clusters),
-        CLUSTERS=padded(key_clusters),
-        PRECISION=precision(covariances_ZKDD),
+        K=Constants.of(covariances_ZKDD, means=query_clusters, clusters=key_clusters),
         num_warps=8,
     )
     return by_logit, by_covariance
@@ -128,55 +113,49 @@ def problems_per_batch(problems: int, key_problems: int, group: int, ranges: int
     return problems // ranges
 
 
-@triton.jit(do_not_specialize=["heads", "ranges", "clusters", "room"])
+@triton.jit(do_not_specialize=["heads", "ranges", "key_clusters", "room"])
 def covary_kernel(
     key_rows: tl.tensor,
     value_rows: tl.tensor,
-    members_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    centroids_ptr: tl.tensor,
-    covariances_ptr: tl.tensor,
-    mean_keys_ptr: tl.tensor,
-    mean_values_ptr: tl.tensor,
+    clusters: tl.tensor,
+    moments: tl.tensor,
     heads: tl.tensor,
     ranges: tl.tensor,
-    clusters: tl.tensor,
+    key_clusters: tl.tensor,
     room: tl.tensor,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """One program per (key cluster, problem). Keys are taken relative to their rounded mean: products stay small."""
+    members_ptr, counts_ptr, centroids_ptr = clusters
+    covariances_ptr, mean_keys_ptr, mean_values_ptr = moments
     index = tl.program_id(0).to(tl.int64)
-    problem = tl.program_id(0) // clusters
+    problem = tl.program_id(0) // key_clusters
     key_rows = rows_of(key_rows, problem, heads, ranges)
     value_rows = rows_of(value_rows, problem, heads, ranges)
     members_ptr += index * room
     count = tl.load(counts_ptr + index)
-    dims = tl.arange(0, DIM)
-    mean = tl.load(centroids_ptr + index * DIM + dims).to(tl.float32)
-    products = tl.zeros([DIM, DIM], tl.float32)
-    sum_keys = tl.zeros([DIM], tl.float32)
-    sum_values = tl.zeros([DIM], tl.float32)
-    for start in range(0, count, TILE):
-        line = start + tl.arange(0, TILE)
-        inside = line < count
-        at = tl.load(members_ptr + line, mask=inside, other=0).to(tl.int64)
-        keys = load_rows(key_rows, at, inside, DIM)
-        values = load_rows(value_rows, at, inside, DIM)
+    dims = tl.arange(0, K.DIM)
+    mean = tl.load(centroids_ptr + index * K.DIM + dims).to(tl.float32)
+    products = tl.zeros([K.DIM, K.DIM], tl.float32)
+    sum_keys = tl.zeros([K.DIM], tl.float32)
+    sum_values = tl.zeros([K.DIM], tl.float32)
+    for start in range(0, count, K.TILE):
+        at, inside = members_from(members_ptr, start, count, K)
+        keys = load_rows(key_rows, at, inside, K)
+        values = load_rows(value_rows, at, inside, K)
         apart = tl.where(inside[:, None], keys.to(tl.float32) - mean[None, :], 0.0)
-        products += tl.dot(tl.trans(values), apart.to(values.dtype), input_precision=PRECISION)
+        products += tl.dot(tl.trans(values), apart.to(values.dtype), input_precision=K.PRECISION)
         sum_keys += tl.sum(apart, 0)
         sum_values += tl.sum(values.to(tl.float32), 0)
     size = tl.maximum(count, 1).to(tl.float32)
     mean_values = sum_values / size
     rest = sum_keys / size  # what the rounding of the mean left
     covariances = products / size - mean_values[:, None] * rest[None, :]
-    at_square = index * (DIM * DIM) + dims[:, None] * DIM + dims[None, :]
+    at_square = index * (K.DIM * K.DIM) + dims[:, None] * K.DIM + dims[None, :]
     element = covariances_ptr.dtype.element_ty
     tl.store(covariances_ptr + at_square, covariances.to(element))
-    tl.store(mean_keys_ptr + index * DIM + dims, (mean + rest).to(element))
-    tl.store(mean_values_ptr + index * DIM + dims, mean_values.to(element))
+    tl.store(mean_keys_ptr + index * K.DIM + dims, (mean + rest).to(element))
+    tl.store(mean_values_ptr + index * K.DIM + dims, mean_values.to(element))
 
 
 @triton.jit
@@ -185,12 +164,11 @@ def softmax_rows(
     problem: tl.tensor,
     query_clusters: tl.tensor,
     key_clusters: tl.tensor,
-    MEANS: tl.constexpr,
-    CLUSTERS: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Shares of the key clusters for every query cluster of a problem; zero where there is none."""
-    own = tl.arange(0, MEANS)
-    others = tl.arange(0, CLUSTERS)
+    own = tl.arange(0, K.MEANS)
+    others = tl.arange(0, K.CLUSTERS)
     exists = (own[:, None] < query_clusters) & (others[None, :] < key_clusters)
     row = problem.to(tl.int64) * query_clusters + own
     logits = tl.load(
@@ -215,24 +193,22 @@ def mix_kernel(
     key_clusters: tl.tensor,
     ENTRIES: tl.constexpr,
     COLUMNS: tl.constexpr,
-    MEANS: tl.constexpr,
-    CLUSTERS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """One program per (COLUMNS entries of the matrices, problem)."""
     problem = tl.program_id(0) // (ENTRIES // COLUMNS)
     columns = (tl.program_id(0) % (ENTRIES // COLUMNS)) * COLUMNS + tl.arange(0, COLUMNS)
-    shares = softmax_rows(logits_ptr, problem, query_clusters, key_clusters, MEANS, CLUSTERS)
+    shares = softmax_rows(logits_ptr, problem, query_clusters, key_clusters, K)
     source = key_problem(problem, heads, group, ranges)
-    others = tl.arange(0, CLUSTERS)
+    others = tl.arange(0, K.CLUSTERS)
     row = source.to(tl.int64) * key_clusters + others
     covariances = tl.load(
         covariances_ptr + row[:, None] * ENTRIES + columns[None, :],
         mask=others[:, None] < key_clusters,
         other=0.0,
     )
-    mixed = tl.dot(shares.to(covariances.dtype), covariances, input_precision=PRECISION)
-    own = tl.arange(0, MEANS)
+    mixed = tl.dot(shares.to(covariances.dtype), covariances, input_precision=K.PRECISION)
+    own = tl.arange(0, K.MEANS)
     row = problem.to(tl.int64) * query_clusters + own
     tl.store(
         dipoles_ptr + row[:, None] * ENTRIES + columns[None, :],
@@ -255,20 +231,18 @@ def mix_backward_kernel(
     key_clusters: tl.tensor,
     ENTRIES: tl.constexpr,
     COLUMNS: tl.constexpr,
-    MEANS: tl.constexpr,
-    CLUSTERS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """One program per problem."""
     problem = tl.program_id(0)
     source = key_problem(problem, heads, group, ranges).to(tl.int64)
-    shares = softmax_rows(logits_ptr, problem, query_clusters, key_clusters, MEANS, CLUSTERS)
-    own = tl.arange(0, MEANS)
-    others = tl.arange(0, CLUSTERS)
+    shares = softmax_rows(logits_ptr, problem, query_clusters, key_clusters, K)
+    own = tl.arange(0, K.MEANS)
+    others = tl.arange(0, K.CLUSTERS)
     own_row = problem.to(tl.int64) * query_clusters + own
     key_row = source * key_clusters + others
     into_row = problem.to(tl.int64) * key_clusters + others
-    moved = tl.zeros([MEANS, CLUSTERS], tl.float32)
+    moved = tl.zeros([K.MEANS, K.CLUSTERS], tl.float32)
     for first in range(0, ENTRIES, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         grads = tl.load(
@@ -281,8 +255,8 @@ def mix_backward_kernel(
             mask=others[:, None] < key_clusters,
             other=0.0,
         )
-        moved += tl.dot(grads, tl.trans(covariances), input_precision=PRECISION)
-        by_covariance = tl.dot(tl.trans(shares.to(grads.dtype)), grads, input_precision=PRECISION)
+        moved += tl.dot(grads, tl.trans(covariances), input_precision=K.PRECISION)
+        by_covariance = tl.dot(tl.trans(shares.to(grads.dtype)), grads, input_precision=K.PRECISION)
         tl.store(
             by_covariance_ptr + into_row[:, None] * ENTRIES + columns[None, :],
             by_covariance.to(by_covariance_ptr.dtype.element_ty),

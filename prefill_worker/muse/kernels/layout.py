@@ -5,6 +5,8 @@ Shape legend: B batch, H query heads, E KV heads, R ranges, N points, Y = B*H*R 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -34,6 +36,23 @@ def rows_at_a_time(room: int, most: int) -> int:
     return min(most, padded(room))
 
 
+class Constants(NamedTuple):
+    """What a kernel is compiled for: dims of a point, members of a cluster that a program reads at a time, how products
+    are computed; and of a kernel over such, the padded numbers of query means and of clusters that it holds."""
+
+    DIM: tl.constexpr
+    TILE: tl.constexpr
+    PRECISION: tl.constexpr
+    MEANS: tl.constexpr
+    CLUSTERS: tl.constexpr
+
+    @classmethod
+    def of(cls, points: Tensor, tile: int = 0, means: int = 0, clusters: int = 0) -> Constants:
+        """points: whose dtype and last dimension count."""
+        numbers = points.shape[-1], tile, precision(points), padded(means), padded(clusters)
+        return cls(*map(tl.constexpr, numbers))
+
+
 @triton.jit
 def rows_of(rows: tl.tensor, problem: tl.tensor, heads: tl.tensor, ranges: tl.tensor) -> tl.tensor:
     """Where the rows of a problem begin, and how far apart they are."""
@@ -46,16 +65,26 @@ def rows_of(rows: tl.tensor, problem: tl.tensor, heads: tl.tensor, ranges: tl.te
 
 
 @triton.jit
-def row_ptrs(rows: tl.tensor, at: tl.tensor, DIM: tl.constexpr) -> tl.tensor:
+def row_ptrs(rows: tl.tensor, at: tl.tensor, K: tl.constexpr) -> tl.tensor:
     """Addresses of the numbers of some rows of a problem. at: int64."""
     rows_ptr, of_point = rows
-    return rows_ptr + at[:, None] * of_point + tl.arange(0, DIM)[None, :]
+    return rows_ptr + at[:, None] * of_point + tl.arange(0, K.DIM)[None, :]
 
 
 @triton.jit
-def load_rows(rows: tl.tensor, at: tl.tensor, inside: tl.tensor, DIM: tl.constexpr) -> tl.tensor:
+def load_rows(rows: tl.tensor, at: tl.tensor, inside: tl.tensor, K: tl.constexpr) -> tl.tensor:
     """Some rows of a problem, zero outside."""
-    return tl.load(row_ptrs(rows, at, DIM), mask=inside[:, None], other=0.0)
+    return tl.load(row_ptrs(rows, at, K), mask=inside[:, None], other=0.0)
+
+
+@triton.jit
+def members_from(
+    members_ptr: tl.tensor, start: tl.tensor, count: tl.tensor, K: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The next TILE of a cluster's `count` members, int64, and which of them there are."""
+    line = start + tl.arange(0, K.TILE)
+    inside = line < count
+    return tl.load(members_ptr + line, mask=inside, other=0).to(tl.int64), inside
 
 
 @triton.jit

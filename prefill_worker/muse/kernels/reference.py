@@ -16,7 +16,7 @@ Z = B*E*R, C query clusters, K key clusters, U places of a cluster, D head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ from prefill_worker.muse.kernels.clusters import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Summaries:
+class Summaries(NamedTuple):
     """What stage 1 finds for every pair of a query cluster and a key cluster; a logit is -inf where there is no key.
 
     keys, values: [Y, C, K, D] in the inputs' dtype. logits: [Y, C, K] float32 (float64 for such inputs).
@@ -42,8 +41,7 @@ class Summaries:
     logits: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class KeyValueMoments:
+class KeyValueMoments(NamedTuple):
     """Means and covariance of the keys and values of every key cluster.
 
     covariances: [Z, K, D, D], of value (first) and key. keys, values: means [Z, K, D]. All in the inputs' dtype.
@@ -54,8 +52,7 @@ class KeyValueMoments:
     values: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class QueryGrads:
+class QueryGrads(NamedTuple):
     """What the backward of stage 2 finds.
 
     queries: [B, H, R, N, D], gradients by the residuals. sums: [Y, C, D] float32, their sums over each cluster. keys,
@@ -89,7 +86,7 @@ def attend_reference(
     if dipole:
         moments = covary_members_reference(keys_BERMD, values_BERMD, key_clusters)
         dipoles = mix_dipoles_reference(summaries.logits, moments.covariances, group, ranges)
-    own = replace(query_clusters, centroids=means)
+    own = query_clusters._replace(centroids=means)
     return attend_summaries_reference(queries_BHRND, own, summaries, dipoles, scale)
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from prefill_worker.muse.kernels.clusters import BoundedClusters
 from prefill_worker.muse.kernels.layout import (
+    Constants,
     load_rows,
+    members_from,
     padded,
-    precision,
     row_ptrs,
     rows_at_a_time,
     rows_in,
@@ -40,15 +41,11 @@ def attend_summaries(
     """`prefill_worker.muse.kernels.reference.attend_summaries_into_reference`."""
     heads, ranges, _, dim = queries_BHRND.shape[1:]
     problems, query_clusters, room = clusters.members.shape
-    key_clusters = summaries.logits.shape[2]
+    key_clusters, whole = summaries.logits.shape[2], queries_BHRND.dtype != torch.float32
     attend_kernel[(problems * query_clusters,)](
         rows_in(queries_BHRND),
-        clusters.members,
-        clusters.counts,
-        clusters.centroids,
-        summaries.keys,
-        summaries.values,
-        summaries.logits,
+        clusters,
+        summaries,
         dipoles_YCDD,
         rows_in(out_BHRND),
         rows_in(lse_BHRN),
@@ -58,32 +55,30 @@ def attend_summaries(
         key_clusters,
         room,
         scale,
-        DIM=dim,
-        SUMMARIES=padded(key_clusters),
-        TILE=rows_at_a_time(room, 64 if queries_BHRND.dtype != torch.float32 else 32),
+        K=Constants.of(queries_BHRND, rows_at_a_time(room, 64 if whole else 32), clusters=key_clusters),
         DIPOLE=dipoles_YCDD is not None,
         MERGE=merge,
-        PRECISION=precision(queries_BHRND),
         num_warps=4 if dim <= 64 else 8,
         num_stages=2,
     )
 
 
 @triton.jit
-def load_summaries(
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    index: tl.tensor,
-    key_clusters: tl.tensor,
-    DIM: tl.constexpr,
-    SUMMARIES: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Keys, values and logits (to the base 2; -inf where there are none) that one query cluster attends to."""
-    own = tl.arange(0, SUMMARIES)
+def summaries_of(index: tl.tensor, key_clusters: tl.tensor, K: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Numbers of a query cluster's summaries, where their vectors are, and which of them there are."""
+    own = tl.arange(0, K.CLUSTERS)
     exists = own < key_clusters
     row = index * key_clusters + own
-    at = row[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    return row, row[:, None] * K.DIM + tl.arange(0, K.DIM)[None, :], exists
+
+
+@triton.jit
+def load_summaries(
+    summaries: tl.tensor, index: tl.tensor, key_clusters: tl.tensor, K: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Keys, values and logits (to the base 2; -inf where there are none) that one query cluster attends to."""
+    keys_ptr, values_ptr, logits_ptr = summaries
+    row, at, exists = summaries_of(index, key_clusters, K)
     keys = tl.load(keys_ptr + at, mask=exists[:, None], other=0.0)
     values = tl.load(values_ptr + at, mask=exists[:, None], other=0.0)
     return keys, values, tl.load(logits_ptr + row, mask=exists, other=float("-inf")) * _LOG2E
@@ -92,12 +87,8 @@ def load_summaries(
 @triton.jit(do_not_specialize=["heads", "ranges", "query_clusters", "key_clusters", "room"])
 def attend_kernel(
     query_rows: tl.tensor,
-    members_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    means_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
+    clusters: tl.tensor,
+    summaries: tl.tensor,
     dipoles_ptr: tl.tensor,
     out_rows: tl.tensor,
     lse_rows: tl.tensor,
@@ -107,14 +98,12 @@ def attend_kernel(
     key_clusters: tl.tensor,
     room: tl.tensor,
     scale: tl.tensor,
-    DIM: tl.constexpr,
-    SUMMARIES: tl.constexpr,
-    TILE: tl.constexpr,
+    K: tl.constexpr,
     DIPOLE: tl.constexpr,
     MERGE: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> None:
     """One program per (query cluster, problem)."""
+    members_ptr, counts_ptr, means_ptr = clusters
     index = tl.program_id(0).to(tl.int64)
     problem = tl.program_id(0) // query_clusters
     query_rows = rows_of(query_rows, problem, heads, ranges)
@@ -122,29 +111,25 @@ def attend_kernel(
     lse_ptr, lse_of_point = rows_of(lse_rows, problem, heads, ranges)
     members_ptr += index * room
     count = tl.load(counts_ptr + index)
-    dims = tl.arange(0, DIM)
-    keys, values, biases = load_summaries(
-        keys_ptr, values_ptr, logits_ptr, index, key_clusters, DIM, SUMMARIES
-    )
-    mean = tl.load(means_ptr + index * DIM + dims).to(tl.float32)
+    dims = tl.arange(0, K.DIM)
+    keys, values, biases = load_summaries(summaries, index, key_clusters, K)
+    mean = tl.load(means_ptr + index * K.DIM + dims).to(tl.float32)
     if DIPOLE:
-        dipole = tl.load(dipoles_ptr + index * (DIM * DIM) + dims[:, None] * DIM + dims[None, :])
-    for start in range(0, count, TILE):
-        line = start + tl.arange(0, TILE)
-        inside = line < count
-        at = tl.load(members_ptr + line, mask=inside, other=0).to(tl.int64)
-        queries = load_rows(query_rows, at, inside, DIM)
+        dipole = tl.load(dipoles_ptr + index * (K.DIM * K.DIM) + dims[:, None] * K.DIM + dims[None, :])
+    for start in range(0, count, K.TILE):
+        at, inside = members_from(members_ptr, start, count, K)
+        queries = load_rows(query_rows, at, inside, K)
         residuals = (queries.to(tl.float32) - mean[None, :]).to(queries.dtype)
-        logits = tl.dot(residuals, tl.trans(keys), input_precision=PRECISION) * (scale * _LOG2E)
+        logits = tl.dot(residuals, tl.trans(keys), input_precision=K.PRECISION) * (scale * _LOG2E)
         logits += biases[None, :]
         peak = tl.max(logits, 1)
         weights = tl.exp2(logits - peak[:, None])
         total = tl.sum(weights, 1)
-        out = tl.dot(weights.to(values.dtype), values, input_precision=PRECISION) / total[:, None]
+        out = tl.dot(weights.to(values.dtype), values, input_precision=K.PRECISION) / total[:, None]
         if DIPOLE:
-            out += tl.dot(residuals, tl.trans(dipole), input_precision=PRECISION) * scale
+            out += tl.dot(residuals, tl.trans(dipole), input_precision=K.PRECISION) * scale
         lse = (peak + tl.log2(total)) * _LN2
-        into = row_ptrs(out_rows, at, DIM)
+        into = row_ptrs(out_rows, at, K)
         lse_ptrs = lse_ptr + at * lse_of_point
         if MERGE:
             old_lse = tl.load(lse_ptrs, mask=inside, other=0.0)
@@ -191,34 +176,22 @@ def attend_summaries_backward(
     for sums in launches:
         attend_backward_kernel[(problems * query_clusters,)](
             rows_in(queries_BHRND),
-            clusters.members,
-            clusters.counts,
-            clusters.centroids,
-            summaries.keys,
-            summaries.values,
-            summaries.logits,
+            clusters,
+            summaries,
             dipoles_YCDD,
             rows_in(out_BHRND),
             rows_in(lse_BHRN),
             rows_in(grad_BHRND),
-            rows_in(grads.queries),
-            grads.sums,
-            grads.keys,
-            grads.values,
-            grads.deltas,
-            grads.dipoles,
+            (rows_in(grads.queries), *grads[1:]),
             heads,
             ranges,
             query_clusters,
             key_clusters,
             room,
             scale,
-            DIM=dim,
-            SUMMARIES=padded(key_clusters),
-            TILE=rows_at_a_time(room, 32),
+            K=Constants.of(queries_BHRND, rows_at_a_time(room, 32), clusters=key_clusters),
             DIPOLE=dipole,
             SUMS=sums,
-            PRECISION=precision(queries_BHRND),
             num_warps=8,
             num_stages=1,
         )
@@ -229,20 +202,18 @@ def finish_queries(
     grad_queries_BHRND: Tensor, clusters: BoundedClusters, grad_means_YCD: Tensor, sums_YCD: Tensor
 ) -> None:
     """`prefill_worker.muse.kernels.reference.finish_queries_reference`."""
-    heads, ranges, _, dim = grad_queries_BHRND.shape[1:]
+    heads, ranges = grad_queries_BHRND.shape[1:3]
     problems, query_clusters, room = clusters.members.shape
     finish_kernel[(problems * query_clusters,)](
         rows_in(grad_queries_BHRND),
-        clusters.members,
-        clusters.counts,
+        clusters,
         grad_means_YCD,
         sums_YCD,
         heads,
         ranges,
         query_clusters,
         room,
-        DIM=dim,
-        TILE=rows_at_a_time(room, 64),
+        K=Constants.of(grad_queries_BHRND, rows_at_a_time(room, 64)),
         num_warps=4,
     )
 
@@ -250,36 +221,26 @@ def finish_queries(
 @triton.jit(do_not_specialize=["heads", "ranges", "query_clusters", "key_clusters", "room"])
 def attend_backward_kernel(
     query_rows: tl.tensor,
-    members_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    means_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
+    clusters: tl.tensor,
+    summaries: tl.tensor,
     dipoles_ptr: tl.tensor,
     out_rows: tl.tensor,
     lse_rows: tl.tensor,
     grad_rows: tl.tensor,
-    into_rows: tl.tensor,
-    sums_ptr: tl.tensor,
-    grad_keys_ptr: tl.tensor,
-    grad_values_ptr: tl.tensor,
-    deltas_ptr: tl.tensor,
-    grad_dipoles_ptr: tl.tensor,
+    grads: tl.tensor,
     heads: tl.tensor,
     ranges: tl.tensor,
     query_clusters: tl.tensor,
     key_clusters: tl.tensor,
     room: tl.tensor,
     scale: tl.tensor,
-    DIM: tl.constexpr,
-    SUMMARIES: tl.constexpr,
-    TILE: tl.constexpr,
+    K: tl.constexpr,
     DIPOLE: tl.constexpr,
     SUMS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> None:
     """One program per (query cluster, problem). SUMS: 0 all, 1 all but the dipole's gradient, 2 that alone."""
+    members_ptr, counts_ptr, means_ptr = clusters
+    into_rows, sums_ptr, grad_keys_ptr, grad_values_ptr, deltas_ptr, grad_dipoles_ptr = grads
     index = tl.program_id(0).to(tl.int64)
     problem = tl.program_id(0) // query_clusters
     query_rows = rows_of(query_rows, problem, heads, ranges)
@@ -289,45 +250,41 @@ def attend_backward_kernel(
     into_rows = rows_of(into_rows, problem, heads, ranges)
     members_ptr += index * room
     count = tl.load(counts_ptr + index)
-    dims = tl.arange(0, DIM)
-    at_dipole = index * (DIM * DIM) + dims[:, None] * DIM + dims[None, :]
-    keys, values, biases = load_summaries(
-        keys_ptr, values_ptr, logits_ptr, index, key_clusters, DIM, SUMMARIES
-    )
-    mean = tl.load(means_ptr + index * DIM + dims).to(tl.float32)
+    dims = tl.arange(0, K.DIM)
+    at_dipole = index * (K.DIM * K.DIM) + dims[:, None] * K.DIM + dims[None, :]
+    keys, values, biases = load_summaries(summaries, index, key_clusters, K)
+    mean = tl.load(means_ptr + index * K.DIM + dims).to(tl.float32)
     dipole = tl.load(dipoles_ptr + at_dipole) if DIPOLE else None
     # Of these, the sums that are not kept are not computed either.
-    sums = tl.zeros([DIM], tl.float32)
-    grad_keys = tl.zeros([SUMMARIES, DIM], tl.float32)
-    grad_values = tl.zeros([SUMMARIES, DIM], tl.float32)
-    grad_biases = tl.zeros([SUMMARIES], tl.float32)
-    grad_dipole = tl.zeros([DIM, DIM], tl.float32)
-    for start in range(0, count, TILE):
-        line = start + tl.arange(0, TILE)
-        inside = line < count
-        at = tl.load(members_ptr + line, mask=inside, other=0).to(tl.int64)
-        queries = load_rows(query_rows, at, inside, DIM)
-        grads = load_rows(grad_rows, at, inside, DIM)
+    sums = tl.zeros([K.DIM], tl.float32)
+    grad_keys = tl.zeros([K.CLUSTERS, K.DIM], tl.float32)
+    grad_values = tl.zeros([K.CLUSTERS, K.DIM], tl.float32)
+    grad_biases = tl.zeros([K.CLUSTERS], tl.float32)
+    grad_dipole = tl.zeros([K.DIM, K.DIM], tl.float32)
+    for start in range(0, count, K.TILE):
+        at, inside = members_from(members_ptr, start, count, K)
+        queries = load_rows(query_rows, at, inside, K)
+        by_out = load_rows(grad_rows, at, inside, K)
         lse = tl.load(lse_ptr + at * lse_of_point, mask=inside, other=float("inf")) * _LOG2E
-        residuals, shares = share_queries(queries, mean, inside, keys, biases, lse, scale, PRECISION)
+        residuals, shares = share_queries(queries, mean, inside, keys, biases, lse, scale, K)
         if DIPOLE:
-            weighted = (tl.sum(shares, 1)[:, None] * grads.to(tl.float32)).to(queries.dtype)
+            weighted = (tl.sum(shares, 1)[:, None] * by_out.to(tl.float32)).to(queries.dtype)
         if SUMS != 2:
-            outs = load_rows(out_rows, at, inside, DIM)
-            by_logit = logit_grads(grads, outs, values, shares, residuals, dipole, scale, DIPOLE, PRECISION)
+            outs = load_rows(out_rows, at, inside, K)
+            by_logit = logit_grads(by_out, outs, values, shares, residuals, dipole, scale, DIPOLE, K)
             grad_biases += tl.sum(by_logit, 0)
             by_logit = by_logit.to(queries.dtype)
-            by_residual = tl.dot(by_logit, keys, input_precision=PRECISION)
+            by_residual = tl.dot(by_logit, keys, input_precision=K.PRECISION)
             if DIPOLE:
-                by_residual += tl.dot(weighted, dipole, input_precision=PRECISION)
+                by_residual += tl.dot(weighted, dipole, input_precision=K.PRECISION)
             by_residual *= scale
             sums += tl.sum(by_residual, 0)
-            grad_keys += tl.dot(tl.trans(by_logit), residuals, input_precision=PRECISION)
-            grad_values += tl.dot(tl.trans(shares.to(queries.dtype)), grads, input_precision=PRECISION)
-            into = row_ptrs(into_rows, at, DIM)
+            grad_keys += tl.dot(tl.trans(by_logit), residuals, input_precision=K.PRECISION)
+            grad_values += tl.dot(tl.trans(shares.to(queries.dtype)), by_out, input_precision=K.PRECISION)
+            into = row_ptrs(into_rows, at, K)
             tl.store(into, by_residual.to(queries.dtype), mask=inside[:, None])
         if SUMS != 1:
-            grad_dipole += tl.dot(tl.trans(weighted), residuals, input_precision=PRECISION)
+            grad_dipole += tl.dot(tl.trans(weighted), residuals, input_precision=K.PRECISION)
     if SUMS != 2:
         store_summary_grads(
             grad_keys_ptr,
@@ -340,10 +297,9 @@ def attend_backward_kernel(
             grad_keys * scale,
             grad_values,
             grad_biases,
-            DIM,
-            SUMMARIES,
+            K,
         )
-        tl.store(sums_ptr + index * DIM + dims, sums)
+        tl.store(sums_ptr + index * K.DIM + dims, sums)
     if SUMS != 1:
         tl.store(grad_dipoles_ptr + at_dipole, (grad_dipole * scale).to(grad_dipoles_ptr.dtype.element_ty))
 
@@ -360,18 +316,14 @@ def store_summary_grads(
     grad_keys: tl.tensor,
     grad_values: tl.tensor,
     grad_biases: tl.tensor,
-    DIM: tl.constexpr,
-    SUMMARIES: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """Gradients by the summaries of one query cluster; deltas are of the gradients as they are rounded."""
     by_key = grad_keys.to(grad_keys_ptr.dtype.element_ty)
     by_value = grad_values.to(grad_values_ptr.dtype.element_ty)
     deltas = tl.sum(by_key.to(tl.float32) * keys.to(tl.float32), 1)
     deltas += tl.sum(by_value.to(tl.float32) * values.to(tl.float32), 1)
-    own = tl.arange(0, SUMMARIES)
-    exists = own < key_clusters
-    row = index * key_clusters + own
-    at = row[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    row, at, exists = summaries_of(index, key_clusters, K)
     tl.store(grad_keys_ptr + at, by_key, mask=exists[:, None])
     tl.store(grad_values_ptr + at, by_value, mask=exists[:, None])
     tl.store(deltas_ptr + row, deltas - grad_biases, mask=exists)
@@ -386,11 +338,11 @@ def share_queries(
     biases: tl.tensor,
     lse: tl.tensor,
     scale: tl.tensor,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Residuals of a tile of queries, zero outside, and the shares of the summaries in the whole softmax."""
     residuals = tl.where(inside[:, None], queries.to(tl.float32) - mean[None, :], 0.0).to(queries.dtype)
-    logits = tl.dot(residuals, tl.trans(keys), input_precision=PRECISION) * (scale * _LOG2E)
+    logits = tl.dot(residuals, tl.trans(keys), input_precision=K.PRECISION) * (scale * _LOG2E)
     return residuals, tl.exp2(logits + biases[None, :] - lse[:, None])
 
 
@@ -404,44 +356,41 @@ def logit_grads(
     dipole: tl.tensor,
     scale: tl.tensor,
     DIPOLE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Gradients by the logits of a tile of queries."""
-    moved = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
+    moved = tl.dot(grads, tl.trans(values), input_precision=K.PRECISION)
     level = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
     if DIPOLE:
-        by_dipole = tl.dot(residuals, tl.trans(dipole), input_precision=PRECISION) * scale
+        by_dipole = tl.dot(residuals, tl.trans(dipole), input_precision=K.PRECISION) * scale
         level -= tl.sum(grads.to(tl.float32) * by_dipole, 1)
     return shares * (moved - level[:, None])
 
 
-@triton.jit(do_not_specialize=["heads", "ranges", "clusters", "room"])
+@triton.jit(do_not_specialize=["heads", "ranges", "query_clusters", "room"])
 def finish_kernel(
     into_rows: tl.tensor,
-    members_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
+    clusters: tl.tensor,
     grad_means_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     heads: tl.tensor,
     ranges: tl.tensor,
-    clusters: tl.tensor,
+    query_clusters: tl.tensor,
     room: tl.tensor,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """One program per (query cluster, problem)."""
+    members_ptr, counts_ptr, _ = clusters
     index = tl.program_id(0).to(tl.int64)
-    problem = tl.program_id(0) // clusters
+    problem = tl.program_id(0) // query_clusters
     into_rows = rows_of(into_rows, problem, heads, ranges)
     members_ptr += index * room
     count = tl.load(counts_ptr + index)
-    dims = tl.arange(0, DIM)
-    shift = tl.load(grad_means_ptr + index * DIM + dims) - tl.load(sums_ptr + index * DIM + dims)
+    dims = tl.arange(0, K.DIM)
+    shift = tl.load(grad_means_ptr + index * K.DIM + dims) - tl.load(sums_ptr + index * K.DIM + dims)
     shift /= tl.maximum(count, 1).to(tl.float32)
-    for start in range(0, count, TILE):
-        line = start + tl.arange(0, TILE)
-        inside = line < count
-        at = tl.load(members_ptr + line, mask=inside, other=0).to(tl.int64)
-        into = row_ptrs(into_rows, at, DIM)
+    for start in range(0, count, K.TILE):
+        at, inside = members_from(members_ptr, start, count, K)
+        into = row_ptrs(into_rows, at, K)
         grads = tl.load(into, mask=inside[:, None], other=0.0)
         tl.store(into, (grads.to(tl.float32) + shift[None, :]).to(grads.dtype), mask=inside[:, None])

@@ -422,7 +422,7 @@ def test_lists_that_take_every_key_hold_what_was_estimated(context: ResidentCont
     for number in range(1, 9):
         appended.append(torch.randn(2, 20, 2, 32))
         growth = Growth(300, 20 * number, 20)
-        assert appended.nbytes == 2 * QueryTables.appended_bytes(parameters, 32, growth)
+        assert appended.nbytes == 2 * INDEX_SPECS["paper_tables"].built.appended_bytes(32, growth)
 
 
 def test_layers_that_attend_to_everything_append_nothing(memory_runner: ModelRunner) -> None:

@@ -23,7 +23,7 @@ from decode_engine.evaluation.prefill_command import PrefillCommand, PrefillFail
 from decode_engine.evaluation.results import figures_by_task, tables, warnings, write_results
 from decode_engine.evaluation.settings import EvaluationConfig
 from decode_engine.evaluation.summary import ALL_TASKS, Score
-from decode_engine.evaluation.tasks import Document, DocumentSet, Question, held_out_text
+from decode_engine.evaluation.tasks.documents import Document, DocumentSet, Question, held_out_text
 from index_store.cli.console import show_stages
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.models.loading import Tokenizer

@@ -11,25 +11,30 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from decode_engine.evaluation.tasks import (
-    ANSWER_END,
-    ATTRIBUTES,
-    FAMILIES,
-    PROMPT,
+from decode_engine.evaluation.tasks.documents import (
     DocumentSet,
     Encoder,
     Question,
     chat_question,
-    get_family,
     held_out_text,
     held_out_words,
     make_document,
     make_documents,
-    make_facts,
     parse_length,
     source_text,
 )
-from decode_engine.evaluation.tasks.family import AT_ONCE, FREQUENT, LINKS, VALUES
+from decode_engine.evaluation.tasks.family import (
+    ANSWER_END,
+    AT_ONCE,
+    ATTRIBUTES,
+    FAMILIES,
+    FREQUENT,
+    LINKS,
+    PROMPT,
+    VALUES,
+    get_family,
+    make_facts,
+)
 from index_store.errors import InvalidArgumentError
 from tests.support.devices import crossed
 

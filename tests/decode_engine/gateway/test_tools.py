@@ -18,9 +18,10 @@ from decode_engine.gateway.serving import HttpPort
 from decode_engine.gateway.wire.bodies import response_order
 from decode_engine.gateway.wire.shapes import ResponseShape
 from decode_engine.orders.events import Begins, Ends, Times
-from decode_engine.rpc.answers.answering import Said, Summary, TokenUsage
+from decode_engine.rpc.answers.answering import Said, Summary
 from decode_engine.rpc.server import DecodeServer
 from index_store.models.conversation.call_syntax import CallPart
+from sparsekv.v1.values import Usage
 from tests.decode_engine.gateway.test_replies import valid
 from tests.support.serving.front import both_of
 
@@ -149,7 +150,7 @@ def test_wrong_values_are_named(web: httpx.Client, spoken: dict[str, Any], chang
 
 CUT = Summary(
     "length",
-    TokenUsage(prompt=1, cached=5, limit=9),
+    Usage(prompt_tokens=1, cached_tokens=5, max_tokens=9),
     Begins("", "full", 5, 1, 9),
     Ends(0, "length", 0, 0, Times(0, 0, 0, 0, 0, 0, 0), {}),
     before_ns=0,

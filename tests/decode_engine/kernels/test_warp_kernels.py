@@ -25,7 +25,7 @@ from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.kernels.coarse import key_tiles, warp_pass
 from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
 from decode_engine.kernels.coarse.search import find_cuts
-from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.sizes import CoarseConstants, CoarseSizes, CoarseWork
 from decode_engine.kernels.coarse.warp_pass import NEGLIGIBLE, weigh_keys
 from decode_engine.kernels.coarse.warp_values import attend_all
 from decode_engine.kernels.records import records_of
@@ -237,18 +237,17 @@ def test_two_tiles_share_a_result(head_dim: int, bits: int) -> None:
         for module in WARP_MODULES:
             module.gl = Language((0, 0), (1, 1))
         row, block = Numbers(np.int32(0)), Numbers(np.int32(0))
-        steps = key_tiles.load_steps((codes, scales, offsets), block, head_dim, bits)
+        halves, whole = (CoarseConstants(1, 3, 8, tiles, 8, head_dim, bits, 1, 32, 0) for tiles in (2, 1))
+        steps = key_tiles.load_steps((codes, scales, offsets), block, whole)
         pointer, folded = Numbers(np.uint64(q_BHGD.data_ptr()), None, np.float32), []
-        for times in (1, 2):
-            queries, _ = key_tiles.load_queries(pointer, row, 8, 3, head_dim, bits, times)
-            folded.append(key_tiles.fold(queries, steps, 8, head_dim, bits)[0])
-        tiles = [
-            key_tiles.load_key_words(codes, Numbers(np.int32(begin)), 32, head_dim, bits) for begin in (0, 64)
-        ]
-        shares = tuple(key_tiles.of_part(folded[1], part, 2) for part in range(2))
-        found = key_tiles.multiply_keys(tuple(tiles), shares, 32, 8, head_dim, bits).array
+        for constants in (whole, halves):
+            queries, _ = key_tiles.load_queries(pointer, row, constants)
+            folded.append(key_tiles.fold(queries, steps, constants)[0])
+        tiles = [key_tiles.load_key_words(codes, Numbers(np.int32(begin)), whole) for begin in (0, 64)]
+        shares = tuple(key_tiles.of_part(folded[1], part, halves) for part in range(2))
+        found = key_tiles.multiply_keys(tuple(tiles), shares, whole).array
         for half, tile in enumerate(tiles):
-            expected = key_tiles.multiply_keys((tile,), (folded[0],), 32, 8, head_dim, bits).array
+            expected = key_tiles.multiply_keys((tile,), (folded[0],), whole).array
             assert expected[:, :3].any()
             np.testing.assert_array_equal(found[:, 4 * half : 4 * half + 3], expected[:, :3])
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.job import Reply
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.evaluation.tasks import source_text
+from decode_engine.evaluation.tasks.documents import source_text
 from decode_engine.layers.session import Session
 from decode_engine.model.continuing import SessionWork
 from decode_engine.model.runner import ModelRunner

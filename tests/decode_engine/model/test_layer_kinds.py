@@ -147,7 +147,7 @@ def test_windows_take_their_share_of_memory_and_stay_on_the_device(tmp_path: Pat
         needed = placed_bytes(manifest, cpu, Placement.HYBRID)
         arena = Arena(MemoryBytes(2**30, 2**30), device=cpu, placement=Placement.HYBRID)
         with arena.acquire(kept.store, manifest.id) as beside:
-            beside.wait_for_layers()
+            beside.gate.wait_for_all()
             assert arena.stats().used == needed
             for layer in range(3):
                 assert torch.equal(beside.kv(layer), kept.context.kv(layer))

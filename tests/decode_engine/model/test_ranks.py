@@ -14,10 +14,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from decode_engine.core.rank_process import Follower
 from decode_engine.engine.sampler import Sampler
 from decode_engine.layers.session import Session
 from decode_engine.model.divided_model import check_division
-from decode_engine.model.ranks import CapturedStep, CatchUp, Follower, Layer, Leader, Line, Pass, places_of
+from decode_engine.model.ranks import CapturedStep, CatchUp, Layer, Leader, Line, Pass, places_of
 from decode_engine.model.unstored import no_context
 from index_store.errors import (
     ContextNotFoundError,
@@ -151,7 +152,7 @@ def two() -> Iterator[Two]:
 
 
 def forward(sessions: Sequence[Session], ids: list[list[int]], between: bool) -> Pass:
-    return Pass(places_of(sessions), ids, False, True, False, False, False, between)
+    return Pass(places_of(sessions), ids, False, {"exact": True}, between)
 
 
 def test_sessions_are_where_the_first_rank_has_them(two: Two) -> None:

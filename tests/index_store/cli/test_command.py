@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,16 +17,15 @@ from index_store.errors import format_bytes
 from index_store.store.catalog import Store
 from index_store.store.zarr_io import chunk_path
 from tests.index_store.cli.conftest import Command
-from tests.support.store import SyntheticContext, synthetic_context
+from tests.support.forking import ran
+from tests.support.store import SyntheticContext, flip, synthetic_context
 
 
 def damage(store: Store, context: SyntheticContext) -> list[Path]:
     """Spoils two files; returns them."""
     folder = store.path / "contexts" / context.id
     flipped = chunk_path(folder, context.manifest.kv, (1, 1))
-    data = bytearray(flipped.read_bytes())
-    data[7] ^= 64
-    flipped.write_bytes(data)
+    flip(flipped, 7, 6)
     missing = chunk_path(folder, context.manifest.indexes[0].arrays[0], (0, 1))
     missing.unlink()
     return [flipped, missing]
@@ -132,16 +130,7 @@ def test_contexts_are_pinned_and_labelled(command: Command, expired: SyntheticCo
 def test_ls_in_a_pipe(command: Command, context: SyntheticContext, expired: SyntheticContext) -> None:
     header, *lines = command.ok("ls").splitlines()
     assert header.split() == [
-        "ID",
-        "NAME",
-        "STATE",
-        "METHODS",
-        "TOKENS",
-        "KV",
-        "INDEX",
-        "MODEL",
-        "CREATED",
-        "EXPIRES",
+        *("ID", "NAME", "STATE", "METHODS", "TOKENS", "KV", "INDEX", "MODEL", "CREATED", "EXPIRES"),
     ]
     rows = {line.split()[0]: line.split()[1:] for line in lines}
     assert rows[context.id][:5] == ["handbook", "READY", "csattention", "37", "6.9"]
@@ -317,11 +306,5 @@ while True:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
 def test_a_signal_that_finds_a_finalizer_ends_the_command(number: signal.Signals, code: int) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", COMMAND, str(int(number))],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    ended = ran([sys.executable, "-c", COMMAND, str(int(number))], timeout=300)
     assert (ended.stdout, ended.returncode) == ("dropped\n", code)

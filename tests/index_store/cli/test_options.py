@@ -202,12 +202,7 @@ def test_help_shows_what_people_write() -> None:
     shown = " ".join(CliRunner().invoke(app, ["--help"]).stdout.replace("│", " ").split())
     assert "What the command does." in shown
     for part in (
-        "[default: auto]",
-        "[default: 1,2]",
-        "[default: exact]",
-        "[default: 0]",
-        "dense|lists",
-        "--own",
+        *("[default: auto]", "[default: 1,2]", "[default: exact]", "[default: 0]", "dense|lists", "--own"),
     ):
         assert part in shown
 

@@ -24,6 +24,7 @@ from index_store.compiled.beside import compile_beside
 from index_store.compiled.launch import launch, njit, spread, thread_count
 from index_store.compiled.loop_cache import LoopCache, compiled_from
 from index_store.compiled.places import distrust, make, remove_unused
+from tests.support.store import raising
 
 SCRIPT = """
 import json
@@ -126,12 +127,9 @@ def test_a_launch_starts_no_more_threads_than_are_allowed() -> None:
 
 
 def test_a_launch_that_fails_leaves_the_threads_as_they_were() -> None:
-    def fail(threads: NDArray[np.int64]) -> None:
-        raise ValueError("spoiled")
-
     most = thread_count()
     with pytest.raises(ValueError, match="spoiled"):
-        launch(fail, np.zeros(1, np.int64), work=0.0)
+        launch(raising(ValueError("spoiled")), np.zeros(1, np.int64), work=0.0)
     assert thread_count() == most
 
 

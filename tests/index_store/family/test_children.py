@@ -41,7 +41,7 @@ from index_store.store.description.context_id import Parent, WindowLayers, conti
 from index_store.store.description.manifest import MANIFESTS, Manifest
 from tests.index_store.store.writing.writer_processes import add_all, continue_it
 from tests.support.forking import killed_at_each_step
-from tests.support.store import CREATED, SyntheticContext, continuation, other_model, synthetic_context
+from tests.support.store import CREATED, SyntheticContext, continuation, flip, other_model, synthetic_context
 
 NOW = CREATED + timedelta(days=1)
 
@@ -216,10 +216,7 @@ def test_a_parent_that_was_exchanged_is_found(shelf: Shelf) -> None:
 
 def test_a_damaged_row_is_found(shelf: Shelf) -> None:
     child = shelf.child()
-    path = shelf.store.path / "contexts" / child.id / "kv/c/1/0/0/0/0"
-    data = bytearray(path.read_bytes())
-    data[9] ^= 1
-    path.write_bytes(data)
+    flip(shelf.store.folders.context(child.id) / "kv/c/1/0/0/0/0")
     with pytest.raises(ChecksumError, match="kv"):
         read_own_rows(shelf.store, child)
     repaired = publish_child(shelf.store, shelf.made())

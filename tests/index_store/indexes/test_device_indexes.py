@@ -198,7 +198,6 @@ def test_tables_need_queries_with_directions(spoil: float) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("name", sorted(INDEX_SPECS))
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.float16, 80), (torch.float32, 64)]

@@ -96,15 +96,14 @@ def test_what_cannot_be_built_is_refused(
 
 def test_bytes_at_128_dimensions() -> None:
     names = ("coarse_rows", "coarse_rows_3")
-    kind = INDEX_KINDS["coarse_rows"]
-    assert [kind.bytes_per_token(INDEX_SPECS[name].parameters, 128) for name in names] == [136, 104]
+    assert [INDEX_SPECS[name].built.bytes_per_token(128) for name in names] == [136, 104]
 
 
 def test_which_rankings_estimate_logits() -> None:
     estimating = {
         name
         for name, spec in INDEX_SPECS.items()
-        if INDEX_KINDS[spec.kind].estimates_logits(spec.parameters, SEARCHES.get(spec.kind, {}))
+        if spec.built.estimates_logits(INDEX_KINDS[spec.kind].parse_search(SEARCHES.get(spec.kind, {})))
     }
     assert set(INDEX_SPECS) - estimating == {"pages", "paper_tables"}
 

@@ -33,6 +33,7 @@ from index_store.jobs.uploads import LIFETIME, Upload, Uploads
 from index_store.store.catalog import Store
 from index_store.store.files import durable
 from index_store.store.store_folders import JOB_LOCK_PREFIX
+from tests.support.store import raising
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -176,7 +177,7 @@ def test_a_cancelled_job_ends_at_once_or_with_its_worker(queue: JobQueue) -> Non
     with queue.claim() as claim:
         queue.cancel(held.id)
         assert queue.get(held.id).open
-        assert claim.unwanted()
+        assert claim.unwanted
         with pytest.raises(JobUnfinishedError):
             queue.remove(held.id)
         claim.end(queue.cancelled(claim.record))
@@ -242,7 +243,7 @@ def test_messages_travel_with_their_tokens(queue: JobQueue) -> None:
     job = queue.add(replace(plain, order=order), ids(), kept)
     with queue.claim() as claim:
         assert claim.conversation() == kept
-        (claim.folder / "conversation").write_bytes(b"{}")
+        (claim.path / "conversation").write_bytes(b"{}")
         with pytest.raises(JobCorruptError, match="not what was written"):
             claim.conversation()
         claim.end(queue.cancelled(claim.record))
@@ -357,11 +358,8 @@ def test_what_is_removed_meanwhile_is_gone(uploads: Uploads, tmp_path: Path) -> 
 def test_what_cannot_be_listed_now_is_not_gone(uploads: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
     there = send(uploads, b"text")
 
-    def refuse(path: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_status", refuse)
+        patch.setattr(module, "_status", raising(OSError(errno.EIO, os.strerror(errno.EIO))))
         with pytest.raises(StoreUnavailableError):
             uploads.read(there.id)
     assert uploads.read(there.id) == b"text"

@@ -11,7 +11,6 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-import torch
 from torch import Tensor
 
 from index_store.errors import (
@@ -39,6 +38,8 @@ from tests.support.store import (
     RecordedIndex,
     RecordingLocker,
     SyntheticContext,
+    bits,
+    raising,
     synthetic_context,
 )
 from tests.support.waiting import wait_until
@@ -58,22 +59,18 @@ def touch(arena: Arena, store: Store, context: SyntheticContext) -> None:
         pass
 
 
-def bits(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
 def test_second_acquire_shares(many: Many) -> None:
     store, contexts = many
     arena = Arena(SIZE)
     with arena.acquire(store, contexts[0].id) as first, arena.acquire(store, contexts[0].id) as second:
         assert first is second
         assert arena.stats().leases == 2
-        assert arena.stats().leased_bytes == SIZE
+        assert arena.stats().leased.total == SIZE
     with arena.acquire(store, contexts[0].id) as third:
         assert third is first
     stats = arena.stats()
     assert (stats.loads, stats.hits, stats.leases, stats.contexts) == (1, 2, 0, 1)
-    assert (stats.used_bytes, stats.leased_bytes) == (SIZE, 0)
+    assert (stats.used.total, stats.leased.total) == (SIZE, 0)
 
 
 def test_least_recently_used_goes_first(many: Many) -> None:
@@ -192,7 +189,7 @@ def test_a_context_larger_than_the_budget(many: Many) -> None:
     ) as caught:
         touch(arena, store, contexts[0])
     assert caught.value.metadata == {"needed": str(SIZE), "budget": str(SIZE - 1), "in_use": "0"}
-    assert arena.stats().used_bytes == 0
+    assert arena.stats().used.total == 0
 
 
 def test_nothing_is_evicted_in_vain(store: Store) -> None:
@@ -252,7 +249,7 @@ def test_loading_one_does_not_hold_up_another(many: Many) -> None:
     assert loading.wait(60)
     with arena.acquire(store, fast.id):
         assert arena.ids() == [fast.id]
-        assert arena.stats().used_bytes == 2 * SIZE
+        assert arena.stats().used.total == 2 * SIZE
         with pytest.raises(MemoryBudgetError):  # what is being loaded cannot be evicted
             touch(arena, store, other)
     proceed.set()
@@ -278,7 +275,7 @@ def test_an_error_while_loading_reaches_everyone_and_leaves_nothing(
     with ThreadPoolExecutor(8) as pool:
         assert {future.result() for future in [pool.submit(use) for _ in range(8)]} == {str(path)}
     stats = arena.stats()
-    assert (stats.used_bytes, stats.leases, stats.contexts, stats.loads) == (0, 0, 0, 0)
+    assert (stats.used.total, stats.leases, stats.contexts, stats.loads) == (0, 0, 0, 0)
     path.write_bytes(good)
     touch(arena, stored, context)
     assert arena.ids() == [context.id]
@@ -289,13 +286,10 @@ def test_an_interrupted_load_frees_its_place(many: Many) -> None:
     locker = RecordingLocker()
     arena = Arena(SIZE, locker)
 
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    locker.before = interrupt
+    locker.before = raising(KeyboardInterrupt)
     with pytest.raises(StoreError, match="interrupted"):
         touch(arena, store, contexts[0])
-    assert arena.stats().used_bytes == 0
+    assert arena.stats().used.total == 0
     locker.before = lambda: None
     touch(arena, store, contexts[0])
 
@@ -311,7 +305,7 @@ def test_drop(many: Many) -> None:
         assert not arena.drop(b.id)
         assert bits(resident.kv(0)) == bits(b.kv[0])
         assert arena.stats().contexts == 1
-    assert arena.stats().used_bytes == 0
+    assert arena.stats().used.total == 0
     with arena.acquire(store, b.id):
         arena.drop(b.id)
         with arena.acquire(store, b.id):  # wanted again
@@ -319,7 +313,7 @@ def test_drop(many: Many) -> None:
     assert arena.ids() == [b.id]
     touch(arena, store, a)
     arena.clear()
-    assert arena.stats().used_bytes == 0
+    assert arena.stats().used.total == 0
 
 
 def test_a_deleted_context_is_not_served_from_memory(stored: Store, context: SyntheticContext) -> None:
@@ -329,7 +323,7 @@ def test_a_deleted_context_is_not_served_from_memory(stored: Store, context: Syn
         assert bits(resident.kv(0)) == bits(context.kv[0])
         with pytest.raises(ContextNotFoundError):
             touch(arena, stored, context)
-    assert arena.stats().used_bytes == 0
+    assert arena.stats().used.total == 0
 
 
 def test_an_expired_context_is_not_served_from_memory(store: Store) -> None:
@@ -342,7 +336,7 @@ def test_an_expired_context_is_not_served_from_memory(store: Store) -> None:
     now[0] += timedelta(hours=2)
     with pytest.raises(ContextExpiredError):
         touch(arena, ticking, context)
-    assert arena.stats().used_bytes == 0
+    assert arena.stats().used.total == 0
 
 
 def test_an_error_of_the_user_ends_the_lease(many: Many) -> None:
@@ -393,7 +387,7 @@ def test_memory_on_its_way_out_is_counted(store: Store, monkeypatch: pytest.Monk
         assert not finds_room.done()
         assert len(locker.locked) == 1
         stats = arena.stats()
-        assert (stats.used_bytes, stats.contexts, stats.leases) == (budget, 0, 2)
+        assert (stats.used.total, stats.contexts, stats.leases) == (budget, 0, 2)
         locker.go_on.set()
         makes_room.result(60)
         finds_room.result(60)
@@ -478,7 +472,7 @@ def test_waiting_ends_with_the_interest(pool: ThreadPoolExecutor, many: Many) ->
         with pytest.raises(GoneError):
             waiting.result(SOON)
         stats = arena.stats()
-        assert (stats.leases, stats.used_bytes, stats.loads) == (1, SIZE, 1)
+        assert (stats.leases, stats.used.total, stats.loads) == (1, SIZE, 1)
     assert lease(arena, store, b, lambda: None) == b.id
 
 
@@ -624,12 +618,12 @@ def test_a_lease_comes_before_the_layers(stored: Store, context: SyntheticContex
         assert same(first.result(SOON), context.kv[0])
         assert not late.done()
         assert arena.ids() == []
-        assert resident.all_layers_ns == 0 < resident.first_layer_ns
+        assert resident.gate.all_layers_ns == 0 < resident.gate.first_layer_ns
         doors.let(2)
         assert isinstance(late.result(SOON), RecordedIndex)
         assert whole.result(SOON) is resident
-        resident.wait_for_layers()
-        assert resident.first_layer_ns < resident.all_layers_ns
+        resident.gate.wait_for_all()
+        assert resident.gate.first_layer_ns < resident.gate.all_layers_ns
         assert arena.ids() == [context.id]
         assert (arena.stats().loads, arena.stats().hits) == (1, 2)
     assert arena.ids() == [context.id]
@@ -659,7 +653,7 @@ def test_damage_reaches_those_who_need_the_layer(store: Store) -> None:
                     ask(2)
                 assert caught.value.metadata["path"] == str(path)
             with pytest.raises(ChecksumError):
-                resident.wait_for_layers()
+                resident.gate.wait_for_all()
             for early in (True, False):
                 with pytest.raises(ChecksumError), arena.acquire(store, context.id, early=early):
                     pytest.fail("leased what could not be loaded")

@@ -73,7 +73,6 @@ def test_every_family_loads_and_is_identified(tmp_path: Path, family: str) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_weights_come_to_a_gpu_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "_STAGED_BYTES", 1000)
     folder = resolve_model(str(write_model_folder(tmp_path, dtype=torch.bfloat16)))
@@ -619,17 +618,9 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }  # fmt: skip
 DEVICES = [
-    pytest.param("cpu", torch.float16),
-    pytest.param("cpu", torch.float32),
+    *(("cpu", dtype) for dtype in (torch.float16, torch.float32)),
     *(
-        pytest.param(
-            "cuda",
-            dtype,
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        )
+        pytest.param("cuda", dtype, marks=pytest.mark.gpu)
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
     ),
 ]

@@ -16,6 +16,7 @@ from index_store.models.loading import resolve_model
 from index_store.models.model_folder import ModelFolder
 from index_store.models.tokenizer import Tokenizer, load_tokenizer
 from tests.support.models import BEGIN_TOKEN, write_model_folder
+from tests.support.store import raising
 
 
 def test_tokenizer_round_trip_and_special_ids(llama: Path, tmp_path: Path) -> None:
@@ -169,8 +170,5 @@ def test_a_long_text_is_cut_no_further_than_needed(tokenizers: list[Tokenizer]) 
 
 
 def test_who_gave_up_ends_the_counting(tokenizers: list[Tokenizer]) -> None:
-    def check() -> None:
-        raise InvalidArgumentError("enough")
-
     with pytest.raises(InvalidArgumentError, match="enough"):
-        tokenizers[0].at_least("a b " * 100_000, 100_000, check)
+        tokenizers[0].at_least("a b " * 100_000, 100_000, raising(InvalidArgumentError("enough")))

@@ -1,20 +1,24 @@
-"""Object stores for tests: in memory, in a folder, and with seeded faults."""
+"""Object stores for tests: in memory, in a folder, with seeded faults; processes that work until they are killed."""
 
 from __future__ import annotations
 
+import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from obstore.store import MemoryStore
 
-from index_store.errors import ObjectsUnavailableError
+from index_store.errors import ObjectsUnavailableError, SparseKVError
 from index_store.objects.bucket import Bucket, Found
 from index_store.objects.courier import Courier
-from index_store.objects.tier import Tier
+from index_store.objects.tier import Tier, open_store
 from index_store.store.catalog import Store
+from tests.support.store import SyntheticContext, synthetic_context
 
 URL = "memory:///tests"
 
@@ -118,6 +122,18 @@ class Site:
         store.beyond = tier
         return cls(store, tier, Courier(store, tier))
 
+    def add(self, *contexts: SyntheticContext) -> None:
+        """Writes contexts, and has them uploaded."""
+        for each in contexts:
+            each.write(self.store)
+        self.settle()
+
+    def fails(self, **faults: Any) -> Faults:
+        """Its bucket fails so from now on; the calls are noted."""
+        made = Faults(**faults)
+        self.tier._bucket = FaultyBucket(self.tier.bucket, made)
+        return made
+
     def settle(self) -> None:
         """Looks until nothing is left to be done, without any pause."""
         for _ in range(50):
@@ -125,3 +141,44 @@ class Site:
             if self.courier.look():
                 return
         raise AssertionError(f"not settled: {self.courier.state()}")
+
+
+def book(seed: int) -> SyntheticContext:
+    """What writers write: different ones may write the same."""
+    return synthetic_context(seed=seed, name=f"book {seed}")
+
+
+def site_of(path: Path, url: str) -> tuple[Store, Courier]:
+    store = open_store(path, create=True, objects=url)
+    return store, Courier(store, Tier.of(store))
+
+
+def work(path: Path, url: str, seeds: Sequence[int]) -> None:
+    """Writes what is not there, tells the bucket, fetches what it has, checks that, and lets some go again."""
+    store, courier = site_of(path, url)
+    while True:
+        for seed in seeds:
+            context = book(seed)
+            if not store.folders.context(context.id).is_dir():
+                context.write(store)
+                with open(path / "written", "a") as file:
+                    file.write(f"{context.id}\n")
+            look_at_once(courier)
+        look_at_once(courier)
+        for manifest in store.list():
+            try:
+                store.bring(manifest.id)
+                problems = store.verify(manifest.id)
+            except SparseKVError:  # others are at it
+                continue
+            if problems:
+                (path / "problems").write_text(f"{manifest.id}: {problems}")
+            if manifest.id[0] in "01234567":
+                os.utime(store.folders.context(manifest.id), (time.time() - 3600,) * 2)
+                store.evict(manifest.id, lambda each: each == courier._tier.held().get(each.id))
+
+
+def look_at_once(courier: Courier) -> bool:
+    """Without any pause."""
+    courier._pauses.clear()
+    return courier.look()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -43,31 +42,12 @@ from tests.support.store import (
     add_index,
     continuation,
     make_whole,
+    raising,
     synthetic_context,
 )
 from tests.support.waiting import wait_until
 
 __all__ = ["command"]  # a fixture
-
-
-@pytest.fixture
-def bucket() -> Bucket:
-    return memory_bucket()
-
-
-@pytest.fixture
-def here(tmp_path: Path, bucket: Bucket, context: SyntheticContext) -> Site:
-    """A site that has the context, and has uploaded it."""
-    site = Site.at(tmp_path / "here", bucket)
-    context.write(site.store)
-    site.settle()
-    return site
-
-
-@pytest.fixture
-def there(tmp_path: Path, bucket: Bucket) -> Site:
-    """Another one, which has nothing."""
-    return Site.at(tmp_path / "there", bucket)
 
 
 def idle(store: Store, id_: str) -> None:
@@ -112,30 +92,29 @@ def test_a_restart_finds_what_is_not_uploaded_and_what_is(
     assert calls.calls == [("list", "contexts/")]
 
 
-def test_the_same_context_made_twice_is_one(here: Site, there: Site, context: SyntheticContext) -> None:
-    context.write(there.store)
-    there.settle()
+def test_the_same_context_made_twice_is_one(here: Site, unaware: Site, context: SyntheticContext) -> None:
+    context.write(unaware.store)
+    unaware.settle()
     here.settle()
     (held,) = look(here.tier.bucket).values()
     assert (held.number, len(held.contents)) == (1, 1)
-    assert there.store.verify(context.id) == []
+    assert unaware.store.verify(context.id) == []
 
 
-def test_another_edition_of_a_context_gives_way(here: Site, there: Site, context: SyntheticContext) -> None:
+def test_another_edition_of_a_context_gives_way(here: Site, unaware: Site, context: SyntheticContext) -> None:
     draft = replace(context.draft, created_at=CREATED + timedelta(hours=1), seconds={})
-    replace(context, draft=draft).write(there.store)
-    assert not there.courier.look()  # it may be in use
-    idle(there.store, context.id)
-    there.settle()
-    assert there.store.manifest(context.id).created_at == CREATED + timedelta(0)
-    with there.store.open(context.id):
-        assert there.store.verify(context.id) == []
+    replace(context, draft=draft).write(unaware.store)
+    assert not unaware.courier.look()  # it may be in use
+    idle(unaware.store, context.id)
+    unaware.settle()
+    assert unaware.store.manifest(context.id).created_at == CREATED + timedelta(0)
+    with unaware.store.open(context.id):
+        assert unaware.store.verify(context.id) == []
     (held,) = look(here.tier.bucket).values()
     assert list(held.contents) == [content_key(context.manifest)]
 
 
 def test_changes_of_both_sides_are_joined(here: Site, there: Site, context: SyntheticContext) -> None:
-    there.settle()
     here.store.update(context.id, partial(replace, labels={"a": "1"}))
     there.store.update(context.id, partial(replace, pinned=True))
     here.settle()
@@ -155,15 +134,13 @@ def test_changes_of_both_sides_are_joined(here: Site, there: Site, context: Synt
 
 
 def test_an_index_that_was_added_there_comes_here(here: Site, there: Site, context: SyntheticContext) -> None:
-    there.settle()
     there.store.bring(context.id)
     added, _ = add_index(there.store, there.store.manifest(context.id))
     there.settle()
     idle(here.store, context.id)
     here.settle()
     assert here.store.manifest(context.id) == added
-    faults = Faults()
-    here.tier._bucket = FaultyBucket(here.tier.bucket, faults)
+    faults = here.fails()
     with here.store.open(context.id):
         assert here.store.verify(context.id) == []
     read = [verb for verb, _ in faults.calls].count("read")
@@ -173,7 +150,6 @@ def test_an_index_that_was_added_there_comes_here(here: Site, there: Site, conte
 
 
 def test_deletion_reaches_everybody(here: Site, there: Site, context: SyntheticContext) -> None:
-    there.settle()
     there.store.bring(context.id)
     here.store.delete(context.id)
     here.settle()
@@ -202,7 +178,6 @@ def test_what_is_missing_was_not_deleted(here: Site, context: SyntheticContext) 
 def test_a_store_without_the_bucket_deletes_for_all(
     here: Site, there: Site, context: SyntheticContext
 ) -> None:
-    there.settle()
     Store(here.store.path).delete(context.id)
     here.settle()
     there.settle()
@@ -213,9 +188,7 @@ def test_expiry_reaches_everybody_unless_it_was_renewed(tmp_path: Path, bucket: 
     here, there = Site.at(tmp_path / "here", bucket), Site.at(tmp_path / "there", bucket)
     short = synthetic_context(seed=1, name="short", ttl=timedelta(days=1))
     renewed = synthetic_context(seed=2, name="renewed", ttl=timedelta(days=1))
-    for each in (short, renewed):
-        each.write(here.store)
-    here.settle()
+    here.add(short, renewed)
     there.settle()
     there.store.update(renewed.id, partial(replace, expires_at=None))
     there.settle()
@@ -301,10 +274,8 @@ def test_eviction_gives_way_to_whoever_begins_to_read(here: Site, context: Synth
 
 
 def test_one_fetch_for_many_who_wait(here: Site, there: Site, context: SyntheticContext) -> None:
-    there.settle()
-    go, faults = threading.Event(), Faults()
-    faults.before = lambda verb, key: verb != "size" or go.wait(60)
-    there.tier._bucket = FaultyBucket(there.tier.bucket, faults)
+    go = threading.Event()
+    faults = there.fails(before=lambda verb, key: verb != "size" or go.wait(60))
     threads = [threading.Thread(target=there.store.bring, args=(context.id,)) for _ in range(8)]
     for each in threads:
         each.start()
@@ -319,19 +290,14 @@ def test_one_fetch_for_many_who_wait(here: Site, there: Site, context: Synthetic
 
 
 def test_who_does_not_wait_is_told_how_far_it_is(here: Site, there: Site, context: SyntheticContext) -> None:
-    there.settle()
-    go, faults = threading.Event(), Faults()
-    faults.before = lambda verb, key: go.wait(60)
-    there.tier._bucket = FaultyBucket(there.tier.bucket, faults)
+    go = threading.Event()
+    there.fails(before=lambda verb, key: go.wait(60))
     with pytest.raises(ContextFetchingError, match=r"0 B of .* ask again, or send the text") as raised:
         there.store.bring(context.id, limit_s=0.0)
     assert raised.value.retry_after_s == 5.0
 
-    def leave() -> None:
-        raise InterruptedError
-
     with pytest.raises(InterruptedError):
-        there.store.bring(context.id, leave)
+        there.store.bring(context.id, raising(InterruptedError))
     go.set()
     there.store.bring(context.id)  # which went on
     assert not there.store.elsewhere(context.id)
@@ -349,7 +315,7 @@ def test_a_fetch_that_failed_goes_on_from_what_it_had(
         if reads[0] > 12:
             raise ObjectsUnavailableError("gone")
 
-    there.tier._bucket = FaultyBucket(pristine, Faults(before=fail_later))
+    there.fails(before=fail_later)
     with pytest.raises(ObjectsUnavailableError, match="gone"):
         there.store.bring(context.id)
     assert there.store.elsewhere(context.id)
@@ -364,42 +330,6 @@ def test_a_fetch_that_failed_goes_on_from_what_it_had(
     whole.store.bring(context.id)
     assert second < [verb for verb, _ in faults.calls].count("read") <= first + second
     assert there.store.verify(context.id) == []
-
-
-def test_what_was_flipped_in_the_bucket_is_never_served(
-    here: Site, there: Site, context: SyntheticContext
-) -> None:
-    there.settle()
-    bucket, key = there.tier.bucket, content_key(context.manifest)
-    data = bucket.get(key)
-    bucket.put(key, iter([data[:-1]]), len(data) - 1)
-    with pytest.raises(ContextCorruptError, match=r"has .* bytes, its beginning says"):
-        there.store.bring(context.id)
-    source = len(data) - 5000
-    for at in (3, 9, 30, source, len(data) - 2):
-        spoiled = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-        bucket.put(key, iter([spoiled]), len(spoiled))
-        with pytest.raises(ContextCorruptError, match=key):
-            there.store.bring(context.id)
-        assert there.store.elsewhere(context.id)
-    bucket.put(key, iter([data]), len(data))
-    there.store.bring(context.id)
-    assert there.store.verify(context.id) == []
-
-
-def test_a_record_that_was_flipped_is_named_and_changes_nothing(
-    here: Site, there: Site, context: SyntheticContext
-) -> None:
-    bucket = there.tier.bucket
-    (held,) = look(bucket).values()
-    data = bucket.get(held.key)
-    bucket.put(held.key, iter([data.replace(b"handbook", b"handbooj")]), len(data))
-    assert not there.courier.look()
-    assert held.key in there.courier.state().problem
-    assert there.store.list() == []
-    bucket.put(held.key, iter([data]), len(data))
-    there.settle()
-    assert there.courier.state().problem == ""
 
 
 def test_what_is_spoiled_on_the_way_to_the_bucket_is_not_recorded(
@@ -463,7 +393,7 @@ def test_a_slow_bucket_holds_up_nobody_else(here: Site, there: Site, context: Sy
     other.write(there.store)
     there.settle()
     stuck = threading.Event()
-    there.tier._bucket = FaultyBucket(there.tier.bucket, Faults(before=lambda verb, key: stuck.wait(60)))
+    there.fails(before=lambda verb, key: stuck.wait(60))
     waiting = threading.Thread(target=there.store.bring, args=(context.id,))
     waiting.start()
     with there.store.open(other.id) as opened:
@@ -477,13 +407,11 @@ def test_a_slow_bucket_holds_up_nobody_else(here: Site, there: Site, context: Sy
 def test_a_full_disk_fails_the_fetch_alone(
     here: Site, there: Site, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there.settle()
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("index_store.store.writer.ArrayFiles.write_part", full)
+        patch.setattr(
+            "index_store.store.writer.ArrayFiles.write_part", raising(OSError(28, "No space left on device"))
+        )
         with pytest.raises(StoreFullError):
             there.store.bring(context.id)
     assert there.store.elsewhere(context.id)
@@ -494,7 +422,6 @@ def test_a_full_disk_fails_the_fetch_alone(
 def test_without_the_bucket_it_is_said_where_a_context_is(
     here: Site, there: Site, context: SyntheticContext
 ) -> None:
-    there.settle()
     plain = Store(there.store.path)
     with pytest.raises(ContextElsewhereError, match=r"start this with --objects memory:///tests"):
         plain.open(context.id)
@@ -502,7 +429,6 @@ def test_without_the_bucket_it_is_said_where_a_context_is(
 
 
 def test_the_bucket_that_lost_a_context_is_told(here: Site, there: Site, context: SyntheticContext) -> None:
-    there.settle()
     bucket = there.tier.bucket
     for held in look(bucket).values():
         bucket.delete([held.key, *held.contents])
@@ -526,7 +452,6 @@ def test_a_file_that_the_bucket_lost_is_uploaded_again(here: Site, context: Synt
 def test_a_richer_edition_keeps_what_others_said_of_it(
     here: Site, there: Site, context: SyntheticContext
 ) -> None:
-    there.settle()
     there.store.bring(context.id)
     add_index(there.store, there.store.manifest(context.id))
     here.store.update(context.id, partial(replace, labels={"of": "others"}))
@@ -551,10 +476,6 @@ def test_an_old_writer_does_not_take_a_number_again(here: Site, context: Synthet
     assert here.store.manifest(context.id).name == "d"
 
 
-def wait_for(threads: Sequence[threading.Thread]) -> Callable[[], bool]:
-    return lambda: not any(each.is_alive() for each in threads)
-
-
 def test_the_courier_runs_by_itself_and_ends(
     tmp_path: Path, bucket: Bucket, context: SyntheticContext
 ) -> None:
@@ -564,14 +485,13 @@ def test_the_courier_runs_by_itself_and_ends(
     context.write(site.store)
     wait_until(lambda: site.courier.state().pending == 0)
     site.courier.stop()
-    assert wait_for([site.courier._thread])()
+    assert not site.courier._thread.is_alive()
 
 
 def test_checksums_are_those_of_the_manifest(here: Site, there: Site, context: SyntheticContext) -> None:
     """A context whose file is intact, but which is not the one that was asked for."""
     other = synthetic_context(seed=3, name="other")
-    other.write(here.store)
-    here.settle()
+    here.add(other)
     there.settle()
     bucket = there.tier.bucket
     wrong = bucket.get(content_key(other.manifest))
@@ -619,7 +539,7 @@ def test_what_the_bucket_lost_does_not_leave_the_disk(here: Site, context: Synth
         if verb == "put":
             raise ObjectsUnavailableError("no right to write")
 
-    here.tier._bucket = FaultyBucket(bucket, Faults(before=refuse))
+    here.fails(before=refuse)
     assert not here.courier.look()
     idle(here.store, context.id)
     room = StoreRoom(here.store, 1)
@@ -633,41 +553,38 @@ def test_what_the_bucket_lost_does_not_leave_the_disk(here: Site, context: Synth
 
 
 def test_one_context_that_fails_holds_up_no_other(
-    here: Site, there: Site, context: SyntheticContext, caplog: pytest.LogCaptureFixture
+    here: Site, unaware: Site, context: SyntheticContext, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = synthetic_context(seed=7, name="other")
-    other.write(here.store)
-    here.settle()
+    here.add(other)
     first = min(context.id, other.id)
 
     def fail(verb: str, key: str) -> None:
         if first in key:
             raise RuntimeError("of a kind that nobody expects")
 
-    there.tier._bucket = FaultyBucket(there.tier.bucket, Faults(before=fail))
-    assert not there.courier.look()
-    assert [each.id for each in there.store.list()] == [max(context.id, other.id)]
-    assert "the log has the details" in there.courier.state().problem
+    unaware.fails(before=fail)
+    assert not unaware.courier.look()
+    assert [each.id for each in unaware.store.list()] == [max(context.id, other.id)]
+    assert "the log has the details" in unaware.courier.state().problem
     assert "of a kind that nobody expects" in caplog.text
 
 
 def test_a_context_that_a_job_makes_here_holds_up_no_other(
-    here: Site, there: Site, context: SyntheticContext
+    here: Site, unaware: Site, context: SyntheticContext
 ) -> None:
     other = synthetic_context(seed=7, name="other")
-    other.write(here.store)
-    here.settle()
-    with there.store.lock(min(context.id, other.id)):  # until it is made, which may take hours
-        assert not there.courier.look()
-        assert [each.id for each in there.store.list()] == [max(context.id, other.id)]
-    there.settle()
-    assert len(there.store.list()) == 2
+    here.add(other)
+    with unaware.store.lock(min(context.id, other.id)):  # until it is made, which may take hours
+        assert not unaware.courier.look()
+        assert [each.id for each in unaware.store.list()] == [max(context.id, other.id)]
+    unaware.settle()
+    assert len(unaware.store.list()) == 2
 
 
 def test_another_bucket_is_not_said_to_have_lost_a_context(
     here: Site, there: Site, context: SyntheticContext
 ) -> None:
-    there.settle()
     tier = Tier(there.store, "memory:///others", lambda _: Bucket(memory_bucket()._store, "memory:///others"))
     courier = Courier(there.store, tier)
     assert not courier.look()
@@ -701,7 +618,6 @@ def test_what_leaves_the_disk_while_it_is_verified_is_not_damaged(
 def test_a_file_of_another_edition_that_is_mapped_stays_as_it_is(
     here: Site, there: Site, context: SyntheticContext
 ) -> None:
-    there.settle()
     there.store.bring(context.id)
     folder = there.store.folders.context(context.id)
     path = chunk_path(folder, context.manifest.kv, (1, 0))
@@ -718,7 +634,6 @@ def test_a_file_of_another_edition_that_is_mapped_stays_as_it_is(
 def test_metadata_that_a_killed_fetch_left_is_replaced(
     here: Site, there: Site, context: SyntheticContext, left: bytes
 ) -> None:
-    there.settle()
     file = there.store.folders.context(context.id) / context.manifest.kv.path / "zarr.json"
     file.parent.mkdir()
     file.write_bytes(left)
@@ -729,12 +644,10 @@ def test_metadata_that_a_killed_fetch_left_is_replaced(
 
 def test_fetches_that_wait_have_no_threads(here: Site, there: Site, context: SyntheticContext) -> None:
     others = [synthetic_context(seed=seed, name=f"book {seed}") for seed in range(2, 9)]
-    for each in others:
-        each.write(here.store)
-    here.settle()
+    here.add(*others)
     there.settle()
     stuck = threading.Event()
-    there.tier._bucket = FaultyBucket(there.tier.bucket, Faults(before=lambda verb, key: stuck.wait(60)))
+    there.fails(before=lambda verb, key: stuck.wait(60))
     for each in [context, *others]:
         with pytest.raises(ContextFetchingError):
             there.store.bring(each.id, limit_s=0.0)
@@ -751,15 +664,10 @@ def test_a_fetch_that_nobody_waits_for_never_begins(
 ) -> None:
     """One that has begun goes on, and so does one that somebody else waits for, or was told to ask for again."""
     others = [synthetic_context(seed=seed, name=f"book {seed}") for seed in range(2, 9)]
-    for each in others:
-        each.write(here.store)
-    here.settle()
+    here.add(*others)
     there.settle()
     stuck = threading.Event()
-    there.tier._bucket = FaultyBucket(there.tier.bucket, Faults(before=lambda verb, key: stuck.wait(60)))
-
-    def leave() -> None:
-        raise TimeoutError
+    there.fails(before=lambda verb, key: stuck.wait(60))
 
     asked, unwanted, wanted = [context, *others[: MOST_FETCHES - 1]], others[-2], others[-1]
     for each in (*asked, wanted):
@@ -767,7 +675,7 @@ def test_a_fetch_that_nobody_waits_for_never_begins(
             there.store.bring(each.id, limit_s=0.0)
     for each in (*asked, unwanted, wanted):
         with pytest.raises(TimeoutError):
-            there.store.bring(each.id, check=leave)
+            there.store.bring(each.id, check=raising(TimeoutError))
     assert {each.id for each in there.tier.fetches()} == {each.id for each in (*asked, wanted)}
     stuck.set()
     wait_until(lambda: there.tier._workers == 0)

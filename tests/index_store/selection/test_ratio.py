@@ -45,21 +45,11 @@ def best(ranking: Ranking, problem: Problem, keep: int) -> list[list[list[int]]]
         for position in range(positions):
             keys: list[int] = []
             for item in weights[head, position].mean(0).sort(descending=True, stable=True).indices.tolist():
-                keys += [
-                    key for key in listed(ranking.items, head, item) if problem.first <= key < problem.end
-                ]
+                own = members_of(ranking.items, head, item)
+                keys += [key for key in own if problem.first <= key < problem.end]
             of_head.append(sorted(keys[:keep]))
         found.append(of_head)
     return found
-
-
-def listed(items: Items, head: int, item: int) -> list[int]:
-    if not items.groups:
-        return [items.first_key + item]
-    (group,) = items.groups
-    begin, end = group.offsets_HM[head, item : item + 2].tolist()
-    keys: list[int] = group.keys_HX[head, begin:end].tolist()
-    return keys
 
 
 @pytest.mark.parametrize("items", ["single", "clusters"])
@@ -182,8 +172,7 @@ def test_keeps_what_exceeds_the_threshold(positions: int, items: str) -> None:
     for threshold in (1e-30, 1e-5, 1e-3, 3e-3, 0.02, 1.0):
         selection = cut(Threshold(threshold=threshold), ranking, problem.step())
         expected = reference(ranking, problem, threshold, single)
-        found = [[selected(selection, head, t) for t in range(positions)] for head in range(2)]
-        assert found == [[row] * positions for row in expected]
+        assert rows(selection) == [[row] * positions for row in expected]
         sizes.add(sum(map(len, expected)))
     assert len(sizes) >= 4
 
@@ -281,7 +270,7 @@ def mass_reference(ranking: Ranking, problem: Problem, mass: float) -> list[list
     weights = problem.weights
     found = []
     for head in range(weights.shape[0]):
-        rows = []
+        of_head = []
         for position in range(weights.shape[1]):
             kept: set[int] = set()
             for g in range(weights.shape[2]):
@@ -290,14 +279,9 @@ def mass_reference(ranking: Ranking, problem: Problem, mass: float) -> list[list
                 always = float(row[: problem.first].sum() + row[problem.end :].sum())
                 keep = budget_reference(row[ranked].tolist(), always, mass)
                 kept |= set(ranked[:keep])
-            rows.append(sorted(kept))
-        found.append(rows)
+            of_head.append(sorted(kept))
+        found.append(of_head)
     return found
-
-
-def as_lists(selection: Selection) -> list[list[list[int]]]:
-    heads, positions = selection.counts_HT.shape
-    return [[selected(selection, h, t) for t in range(positions)] for h in range(heads)]
 
 
 @crossed(
@@ -314,7 +298,7 @@ def test_equals_a_slow_reference(keys: int, mass: float, items: str) -> None:
         "clusters": lambda: problem.clusters(8),
         "two groups": lambda: problem.clusters(8, groups=2),
     }[items]()
-    assert as_lists(cut(Mass(mass), ranking, problem.step())) == mass_reference(ranking, problem, mass)
+    assert rows(cut(Mass(mass), ranking, problem.step())) == mass_reference(ranking, problem, mass)
 
 
 @settings(max_examples=60, deadline=None)
@@ -363,7 +347,7 @@ def test_a_head_keeps_the_curve_when_the_windows_rise() -> None:
         step = Step(count, None, lambda ids, logits=logits: logits[ids], torch.full((1, 1, 1), -torch.inf))
         selection = cut(Mass(0.9), ranking, step)
         weights = (logits - logits[:20].max()).double().exp().tolist()
-        assert as_lists(selection) == [[list(range(budget_reference(weights, 0.0, 0.9)))]]
+        assert rows(selection) == [[list(range(budget_reference(weights, 0.0, 0.9)))]]
 
 
 def test_what_is_always_attended_counts() -> None:
@@ -372,7 +356,7 @@ def test_what_is_always_attended_counts() -> None:
     step = replace(problem.step(), exact_lse_HTG=torch.full((2, 1, 2), 50.0))
     selection = cut(Mass(0.99), problem.single_keys(), step)
     best = problem.logits[:, 0, :, problem.first : problem.end].argmax(-1) + problem.first
-    assert as_lists(selection) == [[sorted(set(row))] for row in best.tolist()]
+    assert rows(selection) == [[sorted(set(row))] for row in best.tolist()]
 
 
 def test_items_that_were_not_retrieved_are_kept_for_no_mass() -> None:
@@ -384,7 +368,7 @@ def test_items_that_were_not_retrieved_are_kept_for_no_mass() -> None:
     ranking = Ranking(logits, full.items)
     for mass in (0.9, 1.0):
         selection = cut(Mass(mass), ranking, problem.step())
-        assert as_lists(selection) == mass_reference(ranking, problem, mass)
+        assert rows(selection) == mass_reference(ranking, problem, mass)
         assert int(selection.counts_HT[0, 0]) == 0
         assert int(selection.counts_HT[1, 0]) > 0
 
@@ -396,7 +380,7 @@ def test_a_pooled_ranking_serves_every_head() -> None:
     items = Items(problem.first, problem.end)
     one = cut(Mass(0.9), Ranking(pooled, items), problem.step())
     three = cut(Mass(0.9), Ranking(pooled.expand_as(full), items), problem.step())
-    assert as_lists(one) == as_lists(three)
+    assert rows(one) == rows(three)
 
 
 def test_nothing_to_search() -> None:

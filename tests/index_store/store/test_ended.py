@@ -14,7 +14,7 @@ from index_store.store.catalog import Store
 from index_store.store.clean_up import KEPT_BEGINNING, StoreRoom, clean_up
 from index_store.store.description.callers import Caller
 from index_store.store.ended import KEPT_FOR, Ended, _bytes
-from tests.support.store import CREATED, MODEL, SyntheticContext, synthetic_context
+from tests.support.store import CREATED, MODEL, SyntheticContext, flip, synthetic_context
 
 
 def expire(store: Store, id_: str) -> None:
@@ -95,9 +95,7 @@ def test_one_that_is_damaged_is_not_used(stored: Store, context: SyntheticContex
     (tokens,) = (
         path for path in (stored.ended.folder / context.id / "tokens" / "c").rglob("*") if path.is_file()
     )
-    data = bytearray(tokens.read_bytes())
-    data[3] ^= 1
-    tokens.write_bytes(data)
+    flip(tokens, 3)
     kept = stored.ended.known(context.id)
     assert kept is not None
     with pytest.raises(SparseKVError, match="array 'tokens' has"), stored.ended.files(kept) as files:

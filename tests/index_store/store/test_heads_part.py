@@ -13,7 +13,7 @@ from index_store.memory.arena import Arena
 from index_store.memory.context_loading import placed_bytes
 from index_store.store.catalog import Store
 from index_store.store.heads_part import HeadsPart
-from tests.support.store import KINDS, RecordedIndex, SyntheticContext, other_model, synthetic_context
+from tests.support.store import KINDS, RecordedIndex, SyntheticContext, flip, other_model, synthetic_context
 
 PARTS = [HeadsPart(rank, 2) for rank in range(2)]
 
@@ -38,7 +38,7 @@ def test_a_part_is_loaded_as_a_context_of_fewer_heads(
     needed = placed_bytes(part.manifest(manifest)).host
     assert needed < 0.6 * placed_bytes(manifest).host
     with Arena(needed, kinds=KINDS, part=part).acquire(store, made.id) as context:
-        context.wait_for_layers()
+        context.gate.wait_for_all()
         assert (context.manifest.id, context.manifest.model.kv_heads) == (made.id, 2)
         assert context.manifest.model.query_heads == 4
         assert torch.equal(context.tokens(), made.tokens)
@@ -54,16 +54,14 @@ def test_a_part_is_loaded_as_a_context_of_fewer_heads(
 def test_damage_of_a_head_is_found_by_the_part_that_has_it(store: Store, made: SyntheticContext) -> None:
     chunk = store.path / "contexts" / made.id / "kv" / "c" / "1" / "3"
     (file,) = [path for path in chunk.rglob("*") if path.is_file()]
-    content = bytearray(file.read_bytes())
-    content[5] ^= 1
-    file.write_bytes(content)
+    flip(file)
     for part, damaged in zip(PARTS, (False, True), strict=True):
         arena = Arena(2**24, kinds=KINDS, part=part)
         with (
             pytest.raises(ContextCorruptError) if damaged else nullcontext(),
             arena.acquire(store, made.id) as context,
         ):
-            context.wait_for_layers()
+            context.gate.wait_for_all()
 
 
 def test_heads_that_cannot_be_divided_are_refused(made: SyntheticContext) -> None:

@@ -34,16 +34,14 @@ from index_store.store.clean_up import renew
 from index_store.store.description.dtypes import STORED_DTYPES, dtype_name
 from index_store.store.description.manifest import MANIFESTS, Manifest
 from index_store.store.listing import BrokenContext
-from tests.support.store import CREATED, SyntheticContext, open_files, synthetic_context, write_manifests
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The tensor's elements as raw bytes: equality of these is bit-exact, NaN included."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def folder(store: Store, id_: str) -> Path:
-    return store.path / "contexts" / id_
+from tests.support.store import (
+    CREATED,
+    SyntheticContext,
+    bits,
+    open_files,
+    synthetic_context,
+    write_manifests,
+)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -98,7 +96,7 @@ def test_all_zero_chunks_are_stored(store: Store) -> None:
 
 
 def test_zarr_reads_what_was_written(stored: Store, context: SyntheticContext) -> None:
-    group = zarr.open_group(folder(stored, context.id), mode="r")
+    group = zarr.open_group(stored.folders.context(context.id), mode="r")
     assert np.array_equal(group["tokens"][:], context.tokens.numpy())
     assert np.array_equal(group["kv"][:], context.kv.view(torch.uint16).numpy())
     assert group["kv"].attrs["dtype"] == "bfloat16"
@@ -148,19 +146,9 @@ def test_closed_context(stored: Store, context: SyntheticContext) -> None:
     assert bits(kept) == bits(context.kv[0, 0])
 
 
-def test_list_is_newest_first(store: Store) -> None:
-    old, new, middle = (
-        synthetic_context(seed=seed, created=CREATED + timedelta(days=days))
-        for seed, days in ((0, 0), (1, 9), (2, 5))
-    )
-    for context in (old, new, middle):
-        context.write(store)
-    assert store.list() == [new.manifest, middle.manifest, old.manifest]
-
-
 def test_manifest_in_the_wrong_folder(stored: Store, context: SyntheticContext) -> None:
     other = "0" * 64
-    folder(stored, context.id).rename(folder(stored, other))
+    stored.folders.context(context.id).rename(stored.folders.context(other))
     with pytest.raises(ManifestError, match=f"'id' is '{context.id}', expected '{other}'"):
         stored.open(other)
 

@@ -19,8 +19,7 @@ from fleet import HEAD, Fleet, Load, Sample, sample
 from routing import Replica, choose, orders
 from simulation import Shelf, simulate
 
-from decode_engine.rpc.routing.rendezvous import order_of
-from decode_engine.rpc.routing.router import BOUND, Router, Wanted, _Demand
+from decode_engine.rpc.routing.router import BOUND, Router, Wanted, _Demand, order_of
 from decode_engine.rpc.routing.router import Replica as Member
 
 SMALL = Fleet(

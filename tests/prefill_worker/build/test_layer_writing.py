@@ -35,12 +35,13 @@ from prefill_worker.reading.query_sample import (
     late_rows,
     plan_sample,
 )
+from tests.support.store import raising
 
 LAYERS, TOKENS, DIM = 5, 200, 16
 IDENTITY = ModelIdentity("tiny", "llama", "0", "0", LAYERS, 4, 2, DIM, 100, 4096)
 ID = "0" * 64
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")]
+ON_GPU = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 
 
@@ -228,7 +229,6 @@ def test_an_error_of_any_stage_surfaces_and_leaves_nothing(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_an_error_of_the_copy_surfaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ChunkWriting, "_fetch", _fail_at(5, ChunkWriting._fetch))
     with pytest.raises(BrokenError):
@@ -257,11 +257,8 @@ def test_an_interrupt_waits_for_what_has_begun_and_drops_the_rest(
 
     monkeypatch.setattr(ContextWriter, "write_rows", slowly)
 
-    def interrupt(finished: int, total: int) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path, make_capture(), overlap, interrupt)
+        write(tmp_path, make_capture(), overlap, raising(KeyboardInterrupt))
     assert done
     assert not [each for each in threading.enumerate() if each.name.startswith(("build", "write"))]
     assert [path.name for path in (tmp_path / "contexts").iterdir() if path.name != ".locks"] == []
@@ -270,10 +267,7 @@ def test_an_interrupt_waits_for_what_has_begun_and_drops_the_rest(
 def test_a_full_disk_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told at the next pass over the layer, not when all has been read."""
 
-    def full(self: ContextWriter, *arguments: object) -> None:
-        raise StoreFullError("no space is left")
-
-    monkeypatch.setattr(ContextWriter, "write_rows", full)
+    monkeypatch.setattr(ContextWriter, "write_rows", raising(StoreFullError("no space is left")))
     capture = make_capture()
     with (
         Store(tmp_path, create=True).writer(ID) as writer,

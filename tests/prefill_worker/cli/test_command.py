@@ -25,17 +25,8 @@ from prefill_worker.worker.queue_worker import QueueWorker
 from tests.prefill_worker.conftest import DOCUMENT
 
 PHASES = [
-    "find model",
-    "hash weights",
-    "tokenize",
-    "load",
-    "prefill",
-    "layers",
-    "index",
-    "thresholds",
-    "write",
-    "sync",
-    "publish",
+    *("find model", "hash weights", "tokenize", "load", "prefill", "layers", "index", "thresholds", "write"),
+    *("sync", "publish"),
 ]
 
 

@@ -23,6 +23,7 @@ from prefill_worker.corpus import making
 from prefill_worker.corpus.documents import CorpusFile, Document, documents_of, find_files
 from prefill_worker.corpus.making import CorpusWorker
 from prefill_worker.jobs.job import run_job
+from tests.support.forking import ran
 from tests.support.serving.listening import LOOPBACK, listeners
 from tests.support.waiting import wait_until
 
@@ -223,7 +224,7 @@ def test_a_corpus_on_ray_is_killed_and_goes_on(folder: Path, tiny_model: Path, t
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     kept = {each.id: each.created_at for each in Store(store).list()}
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    done = ran(line)
     report = json.loads(done.stdout)
     assert done.returncode == 1, done.stderr
     assert report["documents"] == 33

@@ -19,6 +19,7 @@ from index_store.store.description.manifest import MARKS_VERSION, Manifest
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
 from tests.support.models import LAYER_KINDS, write_model_folder
+from tests.support.store import flip
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 12
 OTHER = "Every winter the harbour froze, and he walked over the ice. " * 3
@@ -127,10 +128,7 @@ def test_what_was_read_in_another_way_is_not_taken(desk: Desk, changes: dict[str
 
 def test_a_damaged_beginning_is_told_and_everything_computed(desk: Desk) -> None:
     first = desk.prefill(TEXT)
-    chunk = desk.path / "store/contexts" / first.id / "kv/c/1/0/0/0/0"
-    data = bytearray(chunk.read_bytes())
-    data[100] ^= 1
-    chunk.write_bytes(data)
+    flip(desk.path / "store/contexts" / first.id / "kv/c/1/0/0/0/0", 100)
     made = desk.prefill(TEXT + OTHER)
     assert "nothing is taken, all is computed" in desk.said
     assert "taken_tokens" not in made.prefill
@@ -182,10 +180,7 @@ def test_without_marks_states_are_behind_the_end_alone(hybrid: Desk) -> None:
 
 def test_a_damaged_mark_is_told_and_everything_computed(hybrid: Desk) -> None:
     first = hybrid.prefill(TEXT, state_marks=CHUNK)
-    chunk = hybrid.path / "store/contexts" / first.id / "state/c/8"
-    data = bytearray(chunk.read_bytes())
-    data[100] ^= 1
-    chunk.write_bytes(data)
+    flip(hybrid.path / "store/contexts" / first.id / "state/c/8", 100)
     (error,) = Store(hybrid.path / "store").verify(first.id)
     assert error.metadata["array"] == "state"
     made = hybrid.prefill(TEXT[:600] + OTHER)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +24,9 @@ from prefill_worker.reading import kept_layers
 from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.prefill import run_context, run_prompts
 from prefill_worker.reading.query_sample import plan_sample
-from tests.prefill_worker.jobs.support_jobs import run
+from tests.prefill_worker.conftest import MakeConfig, run
 from tests.support.models import write_model_folder
 
-MakeConfig = Callable[..., PrefillConfig]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS = 157
 LLAMA = ModelIdentity("8b", "llama", "0", "0", 32, 32, 8, 128, 128_256, 2**20)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,59 +19,15 @@ from index_store.store.writer import ContextWriter
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
 from tests.index_store.store.writing.writer_processes import WRITING, die_at_call
-from tests.support.forking import kill_after, killed_at_each_step, run, start
+from tests.prefill_worker.conftest import MakeConfig, hidden_entries
+from tests.support.forking import killed_at_each_step, ran, start
 from tests.support.models import LAYER_KINDS, write_model_folder
-
-MakeConfig = Callable[..., PrefillConfig]
-KILLS = 12
 
 
 def run_in_process(config: PrefillConfig, result: Path | None = None) -> None:
     report = run_job(config, reporter_for())
     if result is not None:
         result.write_text(json.dumps({"id": report.manifest.id, "created": report.created}))
-
-
-def leftovers(store: Path) -> list[str]:
-    return [name for name in os.listdir(store / "contexts") if name.startswith(".")]
-
-
-@pytest.mark.nightly
-def test_kill_at_any_moment_leaves_a_usable_store(make_config: MakeConfig) -> None:
-    config = make_config()
-    keeper = run_job(replace(config, salt="keeper"), reporter_for()).manifest
-    # The first process also starts the server; the second one tells how long a job takes.
-    for salt in ("warm", "timed"):
-        begin = time.perf_counter()
-        assert run(run_in_process, replace(config, salt=salt)) == 0
-        window = time.perf_counter() - begin
-    moments = random.Random(0)
-    killed = seen_leftovers = 0
-    for attempt in range(10 * KILLS):
-        if not kill_after(
-            moments.uniform(0, window), run_in_process, replace(config, salt=f"kill {attempt}")
-        ):
-            window *= 0.8  # it was done before the blow: jobs take less time than the timed one did
-            continue
-        killed += 1
-        if leftovers(config.store):
-            seen_leftovers += 1
-        else:
-            window *= 1.1  # the blow came before it wrote anything: jobs may take more time
-        store = Store(config.store)
-        assert all(store.verify(entry.id) == [] for entry in store.list())
-        assert len(store.entries()) == len(store.list())
-        assert keeper.id in {manifest.id for manifest in store.list()}
-        if killed == KILLS:
-            break
-    assert killed == KILLS
-    assert seen_leftovers > 0
-    assert not run_job(replace(config, salt="keeper"), reporter_for()).created
-    # The next job that writes removes what the dead ones left.
-    assert run_job(replace(config, salt="next"), reporter_for()).created
-    assert leftovers(config.store) == []
-    assert run_job(replace(config, salt="kill 0"), reporter_for()).manifest.token_count == keeper.token_count
-    assert Store(config.store).verify(keeper.id) == []
 
 
 def run_until(config: PrefillConfig, die_at: int) -> None:
@@ -100,22 +53,7 @@ def test_killed_before_any_array_of_a_model_with_states(make_config: MakeConfig,
         steps > len(kept.arrays) + 2
     )  # each is made, and one of them is the states'; then the sync and the rename
     assert store.verify(kept.id) == []
-    assert leftovers(config.store) == []
-
-
-@pytest.mark.slow
-def test_two_jobs_on_the_same_content(make_config: MakeConfig, tmp_path: Path) -> None:
-    results = [tmp_path / f"{number}.json" for number in range(3)]
-    jobs = [start(run_in_process, make_config(), result) for result in results]
-    for process in jobs:
-        process.join()
-    reports = [json.loads(result.read_text()) for result in results]
-    assert len({report["id"] for report in reports}) == 1
-    assert sorted(report["created"] for report in reports) == [False, False, True]
-    store = Store(make_config().store)
-    assert [manifest.id for manifest in store.list()] == [reports[0]["id"]]
-    assert store.verify(reports[0]["id"]) == []
-    assert leftovers(make_config().store) == []
+    assert hidden_entries(config.store) == []
 
 
 @pytest.mark.slow
@@ -130,7 +68,7 @@ def test_jobs_with_different_methods_share_a_context(make_config: MakeConfig) ->
     assert set(stored.methods) == set(methods)
     assert all(get_method(method).on(stored) for method in methods)
     assert store.verify(stored.id) == []
-    assert leftovers(store.path) == []
+    assert hidden_entries(store.path) == []
 
 
 def command(config: PrefillConfig, *more: str) -> list[str]:
@@ -177,7 +115,7 @@ def test_a_signal_ends_the_job_cleanly(make_config: MakeConfig, tmp_path: Path, 
     assert output == ""
     assert "Traceback" not in rest
     assert Store(config.store).entries() == []
-    assert leftovers(config.store) == []
+    assert hidden_entries(config.store) == []
 
 
 @pytest.mark.slow
@@ -187,7 +125,7 @@ def test_a_disk_limit_ends_the_job_with_a_sentence(make_config: MakeConfig) -> N
     # No bytecode is written under the limit, which would cut it off for everybody who imports it later.
     limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "limited", *command(config)]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(limited, capture_output=True, text=True, check=False, env=environment)
+    done = ran(limited, env=environment)
     assert done.returncode == 1
     assert done.stdout == ""
     last = done.stderr.strip().splitlines()[-1]
@@ -195,4 +133,4 @@ def test_a_disk_limit_ends_the_job_with_a_sentence(make_config: MakeConfig) -> N
     assert "Raise the limit on file size" in last
     assert "Traceback" not in done.stderr
     assert Store(config.store).entries() == []
-    assert leftovers(config.store) == []
+    assert hidden_entries(config.store) == []

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -21,28 +20,23 @@ from safetensors.torch import load_file, save_file
 from index_store.cli.console import LineReporter
 from index_store.cli.documents import document_name, read_document
 from index_store.errors import (
-    ChecksumError,
     InvalidArgumentError,
     MethodUnsupportedError,
     SparseKVError,
     StoreError,
     StoreFullError,
-    TruncatedChunkError,
 )
 from index_store.models.loading import Tokenizer, identify, load_model, load_tokenizer, resolve_model
 from index_store.store.catalog import Store, utc_now
 from index_store.store.description.manifest import MANIFESTS
 from index_store.store.files import durable
-from index_store.store.writer import ContextWriter
 from prefill_worker.build.index_choice import ChosenIndexes
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs import document_layers
 from prefill_worker.jobs.added_indexes import plan_changes
 from prefill_worker.jobs.job import run_job
 from prefill_worker.jobs.prepared_job import PrefillReport, fingerprint_prompts, read_prompts
-from tests.prefill_worker.conftest import DOCUMENT
-from tests.prefill_worker.jobs.support_jobs import MakeConfig, hidden_entries, run
-from tests.support.devices import nightly
+from tests.prefill_worker.conftest import DOCUMENT, MakeConfig, hidden_entries, run
 from tests.support.models import write_model_folder
 from tests.support.store import synthetic_context
 from tests.support.waiting import wait_until
@@ -226,40 +220,6 @@ def test_overflow_of_the_stored_dtype_is_an_error(make_config: MakeConfig, tmp_p
     assert hidden_entries(config.store) == []
 
 
-@pytest.mark.parametrize(
-    "moment", ["write_rows", "publish", *nightly("create_array", "write_tokens", "sync")]
-)
-def test_a_full_disk_leaves_nothing(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    config = make_config()
-    keeper = run(make_config(salt="keeper")).manifest
-    calls = 0
-
-    def fail(*_: object, **__: object) -> None:
-        raise StoreFullError("no space is left")
-
-    original = getattr(ContextWriter, moment)
-
-    def fail_late(self: ContextWriter, *arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return (
-            fail()
-            if calls > 2 or moment in ("publish", "sync", "write_tokens")
-            else original(self, *arguments, **options)
-        )
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ContextWriter, moment, fail_late)
-        with pytest.raises(StoreFullError):
-            run(config)
-    store = Store(config.store)
-    assert [manifest.id for manifest in store.list()] == [keeper.id]
-    assert hidden_entries(config.store) == []
-    assert run(config).created
-
-
 def test_space_is_checked_before_the_model_runs(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,39 +227,6 @@ def test_space_is_checked_before_the_model_runs(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(StoreFullError, match="1000 are free"):
         run(make_config())
-
-
-def _cut(data: bytearray) -> None:
-    del data[-5:]
-
-
-def _other_end(data: bytearray) -> None:
-    data[-1] ^= 1
-
-
-@pytest.mark.parametrize(("damage", "error"), [(_cut, TruncatedChunkError), (_other_end, ChecksumError)])
-def test_files_that_are_not_what_was_written_are_never_published(
-    make_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    damage: Callable[[bytearray], None],
-    error: type[Exception],
-) -> None:
-    """Lengths and ends of files are compared with what the memory held; contents when they are read."""
-    original = ContextWriter.sync
-
-    def sync_then_damage(self: ContextWriter, *arguments: Any) -> None:
-        original(self, *arguments)
-        chunk = next((make_config().store / "contexts").rglob("kv/c/*/*/*/*/*"))
-        data = bytearray(chunk.read_bytes())
-        damage(data)
-        chunk.write_bytes(data)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ContextWriter, "sync", sync_then_damage)
-        with pytest.raises(error, match="kv"):
-            run(make_config())
-    assert Store(make_config().store).entries() == []
-    assert hidden_entries(make_config().store) == []
 
 
 @pytest.fixture(scope="module")

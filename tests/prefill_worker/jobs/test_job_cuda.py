@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from index_store.cli.console import LineReporter
 from index_store.models.loading import load_model, resolve_model
 from index_store.store.catalog import Store
-from prefill_worker.config import PrefillConfig
-from prefill_worker.jobs.job import run_job
 from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.kept_layers import attend_causally
 from prefill_worker.reading.prefill import run_context
 from prefill_worker.reading.query_sample import plan_sample
+from tests.prefill_worker.conftest import MakeConfig, run
 from tests.support.models import write_model_folder
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
@@ -73,9 +66,9 @@ def test_capture_equals_the_cpu(tmp_path: Path) -> None:
         torch.testing.assert_close(queries[1], queries[0], rtol=2e-2, atol=2e-2)
 
 
-def test_a_whole_job(make_config: Callable[..., PrefillConfig]) -> None:
+def test_a_whole_job(make_config: MakeConfig) -> None:
     config = make_config(device="cuda", dense_layers="auto")
-    manifest = run_job(config, LineReporter(io.StringIO())).manifest
+    manifest = run(config).manifest
     assert manifest.prefill["device"] == "cuda"
     assert manifest.prefill["compute_dtype"] == "bfloat16"
     assert Store(config.store).verify(manifest.id) == []
@@ -83,7 +76,7 @@ def test_a_whole_job(make_config: Callable[..., PrefillConfig]) -> None:
 
 @pytest.mark.parametrize("prompts", [False, True])
 def test_a_job_stores_what_it_stores_on_the_cpu(
-    make_config: Callable[..., PrefillConfig], tmp_path: Path, prompts: bool
+    make_config: MakeConfig, tmp_path: Path, prompts: bool
 ) -> None:
     """Keys, values and queries up to rounding, dense layers, thresholds; the indexes cover the same layers."""
     calibration = tmp_path / "prompts.txt"
@@ -97,7 +90,7 @@ def test_a_job_stores_what_it_stores_on_the_cpu(
             method=("csattention", "squeezed-tree", "csattention-paper"),
             calibration=calibration if prompts else None,
         )
-        manifests.append(run_job(config, LineReporter(io.StringIO())).manifest)
+        manifests.append(run(config).manifest)
     one, two = manifests
     assert one.id == two.id
     assert one.dense_layers == two.dense_layers

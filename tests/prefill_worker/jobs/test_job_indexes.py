@@ -12,7 +12,6 @@ import torch
 
 from index_store.cli.console import LineReporter
 from index_store.errors import (
-    ChecksumError,
     ContextNotFoundError,
     InvalidArgumentError,
     ManifestError,
@@ -42,11 +41,10 @@ from prefill_worker.jobs.prepared_job import PrefillReport
 from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.prefill import run_context
 from prefill_worker.reading.query_sample import plan_sample
-from tests.prefill_worker.conftest import DOCUMENT
-from tests.prefill_worker.jobs.support_jobs import MakeConfig, hidden_entries, run
+from tests.prefill_worker.conftest import DOCUMENT, MakeConfig, hidden_entries, run
 from tests.support.models import write_model_folder
 from tests.support.search import step
-from tests.support.store import continuation
+from tests.support.store import continuation, raising
 
 
 def test_several_methods_share_a_context(make_config: MakeConfig) -> None:
@@ -303,11 +301,8 @@ def test_what_fails_while_adding_leaves_the_context(
 ) -> None:
     first = run(make_config()).manifest
 
-    def full(self: ContextWriter, *arguments: object) -> None:
-        raise StoreFullError("no space is left")
-
     with monkeypatch.context() as patched:
-        patched.setattr(ContextWriter, "write_rows", full)
+        patched.setattr(ContextWriter, "write_rows", raising(StoreFullError("no space is left")))
         with pytest.raises(StoreFullError):
             run(make_config(method=("quest",)))
     store = Store(make_config().store)
@@ -431,20 +426,6 @@ def test_in_memory_they_are_two_planes_of_which_one_is_the_index(
             assert rows.coarse is context.index(HIGH_PLANE, layer).rows  # type: ignore[attr-defined]
             with pytest.raises(InvalidArgumentError, match="rows in 8 bits"):
                 context.kv(layer)
-
-
-def test_a_damaged_plane_is_found(pair: tuple[Store, Manifest, Manifest]) -> None:
-    store, _, coded = pair
-    chunk = max(
-        (path for path in (store.path / "contexts" / coded.id / "kv").rglob("*") if path.is_file()),
-        key=lambda path: path.stat().st_size,
-    )
-    damaged = bytearray(chunk.read_bytes())
-    damaged[3] ^= 16
-    chunk.write_bytes(bytes(damaged))
-    assert len(store.verify(coded.id)) == 1
-    with pytest.raises(ChecksumError):
-        rows_of(store, coded)
 
 
 def test_any_method_brings_the_high_plane_and_indexes_may_be_added(make_config: MakeConfig) -> None:

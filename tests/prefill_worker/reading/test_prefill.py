@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,19 @@ def one_pass(folder: Path, ids: list[int]) -> tuple[list[Tensor], list[Tensor]]:
     return recorded, kv
 
 
-def capture_of(loaded: LoadedModel, ids: list[int], chunk: int, rows: int = 1000, **options: Any) -> Capture:
-    prompts = options.get("prompts", [])
-    plan = plan_sample(len(ids), [len(prompt) for prompt in prompts], rows, options.get("seed", 0))
-    capture = Capture(loaded.identity, len(ids), options.get("dtype", torch.float32), plan)
+def capture_of(
+    loaded: LoadedModel,
+    ids: list[int],
+    chunk: int,
+    rows: int = 1000,
+    *,
+    prompts: Sequence[list[int]] = (),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    block: int | None = None,
+) -> Capture:
+    plan = plan_sample(len(ids), [len(prompt) for prompt in prompts], rows, seed)
+    capture = Capture(loaded.identity, len(ids), dtype, plan, block_tokens=block)
     run_context(loaded.model, capture, ids, chunk)
     return capture
 
@@ -290,22 +300,12 @@ def test_judged_rows_are_late_and_distinct(count: int, judged: int) -> None:
         assert rows[0] >= count // 2
 
 
-IDS = torch.randint(3, 259, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+IDS = ids_of(90)
 
 
 def load_kind(folder: Path, kind: str) -> LoadedModel:
     family, settings = LAYER_KINDS[kind]
-    folder = write_model_folder(folder, family, layers=3, **settings)
-    return load_model(resolve_model(str(folder)), register_attention())
-
-
-def captured(
-    loaded: LoadedModel, ids: list[int], chunk: int, prompts: tuple[int, ...] = (), block: int | None = None
-) -> Capture:
-    plan = plan_sample(len(ids), prompts, 1000, 0)
-    capture = Capture(loaded.identity, len(ids), torch.float32, plan, block_tokens=block)
-    run_context(loaded.model, capture, ids, chunk)
-    return capture
+    return load(write_model_folder(folder, family, layers=3, **settings))
 
 
 @pytest.mark.parametrize("kind", LAYER_KINDS)
@@ -313,7 +313,7 @@ def test_chunks_give_what_the_model_itself_computes(tmp_path: Path, kind: str) -
     loaded = load_kind(tmp_path, kind)
     check_capture(loaded)  # raises where it does not
     model = loaded.identity
-    whole, chunks = captured(loaded, IDS, 1000), captured(loaded, IDS, 7)
+    whole, chunks = capture_of(loaded, IDS, 1000), capture_of(loaded, IDS, 7)
     for layer in range(model.layers):
         kept = model.shape(layer).kept(len(IDS))
         assert whole.kv(layer).shape == (model.kv_heads, kept, 2, model.head_dim)
@@ -324,7 +324,7 @@ def test_chunks_give_what_the_model_itself_computes(tmp_path: Path, kind: str) -
 def test_prompts_after_the_context_see_its_window_and_leave_no_trace(tmp_path: Path, kind: str) -> None:
     loaded = load_kind(tmp_path, kind)
     context, prompt = IDS[:50], IDS[50:]
-    capture = captured(loaded, context, 20, (len(prompt),))
+    capture = capture_of(loaded, context, 20, prompts=[prompt])
     layers = range(loaded.identity.layers)
     before = [capture.kv(layer).clone() for layer in layers]
     state = capture.packed_state(torch.float32)
@@ -333,14 +333,14 @@ def test_prompts_after_the_context_see_its_window_and_leave_no_trace(tmp_path: P
     if state is not None:
         assert torch.equal(torch.as_tensor(capture.packed_state(torch.float32)), state)
     (layer,) = loaded.identity.full_layers
-    expected = captured(loaded, IDS, 1000).query_sample(layer)
+    expected = capture_of(loaded, IDS, 1000).query_sample(layer)
     found = capture.query_sample(layer)
     torch.testing.assert_close(found.queries_HPGD, expected.queries_HPGD, rtol=1e-3, atol=1e-3)
 
 
 def test_windows_stay_on_the_device_where_other_layers_do_not(tmp_path: Path) -> None:
     loaded = load_kind(tmp_path, "windows")
-    beside, on_device = (captured(loaded, IDS, 20, block=block) for block in (16, None))
+    beside, on_device = (capture_of(loaded, IDS, 20, block=block) for block in (16, None))
     for layer in range(3):
         torch.testing.assert_close(beside.kv(layer), on_device.kv(layer), rtol=1e-5, atol=1e-5)
     for layer in range(3):

@@ -6,9 +6,11 @@ import errno
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, BinaryIO
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 from index_store.cli.console import SilentReporter
-from index_store.errors import SparseKVError, StoreFullError, StoreUnavailableError
+from index_store.errors import StoreFullError, StoreUnavailableError
 from index_store.family.children import publish_child, read_own_rows
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import MOST_PRIORITY, JobFolder, JobOrder, JobProgress, JobRecord, JobState
@@ -41,7 +43,7 @@ from prefill_worker.worker.queue_worker import MOST_ATTEMPTS, JobProgressWriter,
 from tests.prefill_worker.conftest import DOCUMENT
 from tests.support.forking import kill_after, run, start
 from tests.support.models import LAYER_KINDS, write_model_folder
-from tests.support.store import continuation
+from tests.support.store import continuation, raising
 from tests.support.waiting import wait_until
 
 CHUNK = 50
@@ -132,7 +134,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int, step: str = "keep") -> None:
+def interrupt_after(shop: Shop, count: int, step: str = "keep") -> None:
     """Ends a worker behind so many passes (or layers, with keep_layer), as a signal does."""
     keep, seen = getattr(Checkpoint, step), []
 
@@ -142,22 +144,25 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int, step: str = "ke
         if len(seen) == count:
             raise SystemExit(143)
 
-    monkeypatch.setattr(Checkpoint, step, keep_and_end)
-
-
-def arrays(manifest: Manifest) -> dict[str, str | None]:
-    return {array.path: array.checksums for array in manifest.arrays}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, step, keep_and_end)
+        worker = shop.worker()
+        with pytest.raises(SystemExit):
+            worker.work_once()
 
 
 def same_context(found: Manifest, expected: Manifest) -> bool:
     """Whether all that is stored is the same, bit for bit."""
-    thresholds = [[index.thresholds for index in manifest.indexes] for manifest in (found, expected)]
-    return arrays(found) == arrays(expected) and thresholds[0] == thresholds[1]
+    one, other = (
+        ({each.path: each.checksums for each in made.arrays}, [index.thresholds for index in made.indexes])
+        for made in (found, expected)
+    )
+    return one == other
 
 
 @pytest.mark.parametrize("kind", ["plain", "windows", "sinks", "states"])
 def test_a_worker_goes_on_behind_the_last_pass_of_another(
-    kind: str, tmp_path: Path, tiny_model: Path, passes: list[int], monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, tiny_model: Path, passes: list[int]
 ) -> None:
     model = tiny_model
     if kind != "plain":
@@ -166,11 +171,7 @@ def test_a_worker_goes_on_behind_the_last_pass_of_another(
     shop = Shop(tmp_path, model)
     expected = reference(tmp_path, model)
     job = shop.order()
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 3)
-        worker = shop.worker()
-        with pytest.raises(SystemExit):
-            worker.work_once()
+    interrupt_after(shop, 3)
     between = shop.queue.get(job.id)
     assert (between.open, shop.queue.held(job.id)) == (True, False)
     assert shop.contexts.list() == []
@@ -183,14 +184,10 @@ def test_a_worker_goes_on_behind_the_last_pass_of_another(
 
 @pytest.mark.parametrize("damage", ["part", "lost", "list", "list gone"])
 def test_a_damaged_checkpoint_is_read_again_and_told(
-    damage: str, shop: Shop, expected: Manifest, passes: list[int], monkeypatch: pytest.MonkeyPatch
+    damage: str, shop: Shop, expected: Manifest, passes: list[int]
 ) -> None:
     job = shop.order()
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 3)
-        worker = shop.worker()
-        with pytest.raises(SystemExit):
-            worker.work_once()
+    interrupt_after(shop, 3)
     reading = shop.queue.folder(job.id) / "reading"
     part = reading / f"tokens-{CHUNK}"
     if damage == "part":
@@ -210,17 +207,24 @@ def test_a_damaged_checkpoint_is_read_again_and_told(
     assert ("the checkpoint is damaged" in told) == (damage != "list gone")
 
 
+def before_layer(patch: pytest.MonkeyPatch, layer: int, act: Callable[[], object]) -> None:
+    """Something happens before the indexes of a layer are built."""
+    build = IndexWriting.build
+
+    def act_and_build(writing: IndexWriting, number: int, *arguments: Any) -> Any:
+        if number == layer:
+            act()
+        return build(writing, number, *arguments)
+
+    patch.setattr(IndexWriting, "build", act_and_build)
+
+
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Layers whose indexes are built."""
     made: list[int] = []
-    build = IndexWriting.build
-
-    def count(writing: IndexWriting, layer: int, *arguments: Any) -> Any:
-        made.append(layer)
-        return build(writing, layer, *arguments)
-
-    monkeypatch.setattr(IndexWriting, "build", count)
+    for layer in range(5):
+        before_layer(monkeypatch, layer, partial(made.append, layer))
     return made
 
 
@@ -247,15 +251,10 @@ def test_a_worker_goes_on_behind_the_last_layer_of_another(
     deep_expected: Manifest,
     built: list[int],
     passes: list[int],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shop = Shop(tmp_path, deep_model)
     job = shop.order()
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 3, "keep_layer")
-        worker = shop.worker()
-        with pytest.raises(SystemExit):
-            worker.work_once()
+    interrupt_after(shop, 3, "keep_layer")
     assert shop.contexts.list() == []
     folder = shop.queue.folder(job.id)
     if damage == "record":
@@ -407,7 +406,7 @@ def killed_at(queue: JobQueue, tokens: int, layers: int = 0) -> JobRecord:
     """What a worker leaves that takes the job, comes so far, and is killed."""
     with queue.claim() as claim:
         claim.write(replace(claim.record, attempts=claim.record.attempts + 1, progress=JobProgress()))
-        reporter = JobProgressWriter(claim, claim.folder / "context", clock_s=lambda: 1e9)
+        reporter = JobProgressWriter(claim, claim.path / "context", clock_s=lambda: 1e9)
         with reporter.phase("prefill", "tokens") as update:
             update(tokens, tokens)
         if layers:
@@ -424,15 +423,6 @@ def test_only_who_comes_further_than_all_before_is_no_attempt(queue: JobQueue) -
     assert killed_at(queue, 10, 2).attempts == 0
     last = killed_at(queue, 10, 2)
     assert (last.attempts, last.furthest, last.progress.layers_done) == (1, (10, 2), 2)
-
-
-def fail_with(error: SparseKVError) -> Callable[..., Any]:
-    """Stands in for what cannot be done."""
-
-    def fail(*arguments: object) -> None:
-        raise error
-
-    return fail
 
 
 def test_a_full_disk_ends_neither_the_worker_nor_the_job(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,23 +450,16 @@ def test_a_full_disk_ends_neither_the_worker_nor_the_job(shop: Shop, monkeypatch
 
 
 def test_a_store_that_does_not_answer_is_asked_again_and_keeps_the_checkpoint(
-    shop: Shop, expected: Manifest, monkeypatch: pytest.MonkeyPatch
+    shop: Shop, expected: Manifest, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = shop.order()
     with monkeypatch.context() as patch:
-        patch.setattr(ContextWriter, "publish", fail_with(StoreUnavailableError("cannot be read now")))
+        patch.setattr(ContextWriter, "publish", raising(StoreUnavailableError("cannot be read now")))
         for _ in range(2):
             with pytest.raises(StoreUnavailableError):
                 shop.worker().work_once()
     assert shop.queue.get(job.id).open
-    passes: list[int] = []
-    forward = prefill._forward
-
-    def count(model: Any, capture: Any, ids: Any, first: int) -> None:
-        passes.append(first)
-        forward(model, capture, ids, first)
-
-    monkeypatch.setattr(prefill, "_forward", count)
+    passes.clear()
     assert shop.worker().work_once()
     assert passes == [(TOKENS - 1) // CHUNK * CHUNK]
     assert same_context(shop.made(job), expected)
@@ -485,7 +468,7 @@ def test_a_store_that_does_not_answer_is_asked_again_and_keeps_the_checkpoint(
 def test_a_store_that_stays_full_ends_the_job(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     job = shop.order()
     worker = shop.worker()
-    monkeypatch.setattr(worker, "_carry_out", fail_with(StoreFullError("no space is left")))
+    monkeypatch.setattr(worker, "_carry_out", raising(StoreFullError("no space is left")))
     for _ in range(MOST_ATTEMPTS - 1):
         with pytest.raises(StoreFullError):
             worker.work_once()
@@ -605,16 +588,11 @@ def test_a_worker_that_ends_in_between_leaves_the_child_to_the_next(
     family_shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child = child_of(family_shop)
-    worker, build = family_shop.worker(), IndexWriting.build
+    worker = family_shop.worker()
     worker.order_grown()
 
-    def end(writing: IndexWriting, layer: int, *arguments: Any) -> Any:
-        if layer == 1:
-            raise SystemExit(143)
-        return build(writing, layer, *arguments)
-
     with monkeypatch.context() as patch:
-        patch.setattr(IndexWriting, "build", end)
+        before_layer(patch, 1, lambda: sys.exit(143))
         with pytest.raises(SystemExit):
             worker.work_once()
     (job,) = ordered(family_shop)
@@ -628,15 +606,10 @@ def test_a_child_that_is_deleted_meanwhile_stays_so(
     family_shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child = child_of(family_shop)
-    worker, build = family_shop.worker(), IndexWriting.build
+    worker = family_shop.worker()
     worker.order_grown()
 
-    def delete_first(writing: IndexWriting, layer: int, *arguments: Any) -> Any:
-        if layer == 0:
-            family_shop.contexts.delete(child.id)
-        return build(writing, layer, *arguments)
-
-    monkeypatch.setattr(IndexWriting, "build", delete_first)
+    before_layer(monkeypatch, 0, lambda: family_shop.contexts.delete(child.id))
     assert worker.work_once()
     (job,) = ordered(family_shop)
     assert job.failure.reason == "CONTEXT_NOT_FOUND"

@@ -46,12 +46,21 @@ class _Launched:
                     module.gl = language  # type: ignore[attr-defined]
                     if hasattr(module, "async_copy"):
                         module.async_copy = language.copies
-                self._kernel(*numbers, **constants)
+                self._kernel(*numbers, **{name: _plain(each) for name, each in constants.items()})
 
         return run
 
 
+def _plain(constant: Any) -> Any:
+    """A constant, or a record of these, without what a compiler wraps them in."""
+    if isinstance(constant, tuple):
+        return type(constant)(*map(_plain, constant))
+    return constant.value if isinstance(constant, gl.constexpr) else constant
+
+
 def _argument(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_argument, value))
     if isinstance(value, torch.Tensor):
         return Numbers(np.uint64(value.data_ptr()), None, torch.empty(0, dtype=value.dtype).numpy().dtype)
     if isinstance(value, int):

@@ -16,7 +16,7 @@ from decode_engine.steps.batch_kinds import step_attention_for
 from decode_engine.steps.stepper import MAX_ROWS
 from harness.made_up.contexts import DTYPE
 from index_store.memory.context_loading import placed_bytes
-from index_store.memory.placement import MemoryBytes, Placement
+from index_store.memory.placement import SLOT_SHARE, MemoryBytes, Placement
 from index_store.methods.method import IndexSpec, Method
 from index_store.store.description.array_entry import index_array_entry, kv_entry, plane_entry, tokens_entry
 from index_store.store.description.context_id import ModelIdentity
@@ -39,11 +39,12 @@ class Served:
     method: Method
     placement: Placement
     tokens: int
+    slot_share: int = SLOT_SHARE
 
     @cached_property
     def context(self) -> MemoryBytes:
         """Of a context, with what kernels derive from it."""
-        placed = placed_bytes(self.manifest, GPU, self.placement)
+        placed = placed_bytes(self.manifest, GPU, self.placement, self.slot_share)
         return placed + MemoryBytes(device=self.derived)
 
     @cached_property

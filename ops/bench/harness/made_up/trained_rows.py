@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from decode_engine.evaluation.prefill_command import PrefillCommand
-from decode_engine.evaluation.tasks import source_text
+from decode_engine.evaluation.tasks.documents import source_text
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import SparseLayer

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.job import Job, Place, new_job
 from decode_engine.engine.prompt_pieces import PromptCost, cut_prompt
-from decode_engine.engine.queues import MAX_PASSES, Queues, Waiting
-from decode_engine.engine.turns import Turns
+from decode_engine.engine.queues import MAX_PASSES, Queues, Turns, Waiting
 from decode_engine.errors import CancelledError, SessionMemoryError, TooManyRequestsError
 from decode_engine.orders.order import Sampling
 from index_store.errors import InvalidArgumentError

@@ -14,8 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.online_softmax import Partials, merge_partials, merge_partials_reference
-from decode_engine.kernels.attention.row_planes import load_keys, load_values, plane_pointers
+from decode_engine.kernels.attention.online_softmax import (
+    AttendConstants,
+    Partials,
+    merge_partials,
+    merge_partials_reference,
+)
+from decode_engine.kernels.attention.row_planes import load_part, plane_pointers
 from decode_engine.kernels.attention.shared_attention import (
     RowGroups,
     Seat,
@@ -53,21 +58,20 @@ def decode_kernel(
     ids_ptr: tl.tensor,
     out_ptr: tl.tensor,
     count: tl.tensor,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     head = tl.program_id(0)
-    entry = tl.arange(0, TILE)
+    entry = tl.arange(0, K.TILE)
     there = entry < count
     ids = tl.load(ids_ptr + head * count + entry, mask=there, other=0)
     low_ptr = head_rows(records_ptr, 0, head.to(tl.int64), KV, tl.uint32)
-    pointers = plane_pointers(records_ptr, 0, head, True, DIM)
-    at = ids.to(tl.int64) * (DIM // 4)
-    keys = load_keys(low_ptr, at, pointers, ids, there, True, DIM, tl.float32)
-    values = load_values(low_ptr, at, pointers, ids, there, True, DIM, tl.float32)
-    into = out_ptr + (head * count + entry)[:, None] * (2 * DIM) + tl.arange(0, DIM)[None, :]
+    pointers = plane_pointers(records_ptr, 0, head, K)
+    at = ids.to(tl.int64) * (K.DIM // 4)
+    keys = load_part(low_ptr, at, pointers, ids, there, False, K, tl.float32)
+    values = load_part(low_ptr, at, pointers, ids, there, True, K, tl.float32)
+    into = out_ptr + (head * count + entry)[:, None] * (2 * K.DIM) + tl.arange(0, K.DIM)[None, :]
     tl.store(into, keys, mask=there[:, None])
-    tl.store(into + DIM, values, mask=there[:, None])
+    tl.store(into + K.DIM, values, mask=there[:, None])
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -76,7 +80,8 @@ def test_decoding_equals_two_planes_bit_for_bit(head_dim: int) -> None:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 300, (2, 100), generator=generator, dtype=torch.int32).to(DEVICE)
     out = torch.full((2, 100, 2, head_dim), torch.nan, device=DEVICE)
-    decode_kernel[(2,)](problem.records_BF, ids, out, 100, DIM=head_dim, TILE=128)
+    constants = AttendConstants.of(out[:, 0], 2, 128, 1, planes=True)
+    decode_kernel[(2,)](problem.records_BF, ids, out, 100, K=constants)
     assert torch.equal(out, planes[0].pick(ids))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from decode_engine.kernels.coarse import key_tiles, registers, value_tiles, warp_pass
 from decode_engine.kernels.coarse.reference import CoarseSequence
-from decode_engine.kernels.coarse.sizes import CoarseSizes
+from decode_engine.kernels.coarse.sizes import CoarseConstants, CoarseSizes
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.coding_numba import code_rows
 from index_store.indexes.coarse_rows.scalar_rows import pack
@@ -144,18 +144,14 @@ def test_sums_are_those_of_integers(tile: int, head_dim: int, bits: int, groups:
         held = Numbers(np.ascontiguousarray(packed[order][:, words.array]))
         both = np.concatenate([weights_VTC >> 8, weights_VTC & 255], 2).astype(np.uint8)  # [V, T, Y]
         columns = np.ascontiguousarray(both.transpose(0, 2, 1)).reshape(-1, tile).view(np.int32)
-        state = (
-            value_tiles.no_sums_yet(2 * heads, head_dim),
-            value_tiles.nothing_pending(2 * heads, head_dim),
-        )
+        constants = CoarseConstants(1, heads, rows, 1, 2 * heads, head_dim, bits, groups, tile, 0)
+        state = value_tiles.no_sums_yet(constants), value_tiles.nothing_pending(constants)
         unit = Numbers(np.float32(0.25))
         for _ in range(2):
-            state = value_tiles.add_values(
-                *state, held, Numbers(columns), unit, tile, head_dim, bits, groups, 2 * heads
-            )
+            state = value_tiles.add_values(*state, held, Numbers(columns), unit, constants)
         sums = value_tiles.add_pending(*state, unit)
         evens = tuple(Numbers(np.resize(even, rows)) for even in evens_VC)
-        planes = value_tiles.values_of(sums, evens, rows, 2 * heads, head_dim, bits)
+        planes = value_tiles.values_of(sums, evens, constants)
         places = registers.value_places(head_dim, bits)
         for plane, found in enumerate(planes):
             row = Numbers(np.arange(16, dtype=np.int32))
@@ -171,7 +167,8 @@ def test_small_weights_are_rounded_evenly(tile: int, rows: int, together: int) -
     with interpreted():
         for module in WARP_MODULES:
             module.gl = Language((0, 0), (1, 1))
-        found = warp_pass.thresholds(tile, rows, together).array - np.float32(2**15)
+        constants = CoarseConstants(1, rows // together, rows, together, 2 * rows, 128, 4, 1, tile, 0)
+        found = warp_pass.thresholds(constants).array - np.float32(2**15)
     count = min(tile, 32)
     np.testing.assert_array_equal(np.unique(found), (np.arange(count) + 0.5) / count)
     for weight in (0.1, 0.5, 0.8, 3.3):

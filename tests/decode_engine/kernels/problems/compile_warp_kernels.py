@@ -24,11 +24,9 @@ from decode_engine.kernels.coarse.sizes import RUN, CoarseSizes
 from index_store.indexes.coarse_rows.parameters import value_groups
 
 _TYPES = {
-    "q_ptr": "*bf16", "records_ptr": "*i64", "cuts_ptr": "*i32", "ids_ptr": "*i32",
-    "counts_ptr": "*i32", "normalisers_ptr": "*fp32", "sums_ptr": "*fp32", "peaks_ptr": "*fp32",
-    "totals_ptr": "*fp32", "sampled_ptr": "*fp32", "scale_log2": "fp32", "width": "i32",
-    "slots": "i32", "segments": "i32", "shares": "i32", "weights_ptr": "*i32", "left_ptr": "*fp32", "tiles_ptr": "*i32",
-    "weighed_ptr": "*i32",
+    "q_ptr": "*bf16", "records_ptr": "*i64", "cuts_ptr": "*i32", "normalisers_ptr": "*fp32", "sampled_ptr": "*fp32",
+    "lists": ("*i32", "*i32"), "leaves": ("*i32", "*i32", "*i32", "*fp32"), "partials": ("*fp32", "*fp32", "*fp32"),
+    "scale_log2": "fp32", "width": "i32", "slots": "i32", "segments": "i32", "shares": "i32",
 }  # fmt: skip
 _COMMON = {"HEADS": 8, "EARLY": 1, "SEGMENTS": 256, "CHAINED": True}
 _SIZES = {
@@ -58,11 +56,9 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
         for group, head_dim, key_bits, value_bits in sizes:
             groups = value_groups(head_dim, 128)
             layer = CoarseSizes(8, group, head_dim, key_bits, value_bits, groups, 2**17)
-            constants = {**layer.constants(), "KEY_BITS": key_bits, "VALUE_BITS": value_bits}
-            constants["VALUE_GROUPS"] = groups
             if kind == "sample":
                 runs = most_runs(head_dim, layer.columns)
-                constants |= {"TAKEN": 512, "RUNS": runs, "RUN": RUN}
+                constants = {"TAKEN": 512, "RUNS": runs, "K": layer.constants(key_bits, RUN)}
                 yield (
                     f"sample-{group}-{head_dim}-{key_bits}",
                     search.sample_kernel,
@@ -72,8 +68,11 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
             else:
                 of_keys = kind in ("weigh", "list")
                 kernel = warp_pass.pass_kernel if of_keys else warp_values.values_kernel
-                constants |= {"TILE": layer.tile, "WEIGH": kind != "list", "EXACT": kind == "everything"}
-                constants["AHEAD"] = layer.shape.ahead if of_keys else layer.shape.values_ahead
+                constants = {
+                    "WEIGH": kind != "list",
+                    "EXACT": kind == "everything",
+                    "K": layer.passes(of_keys),
+                }
                 yield (
                     f"{kind}-{group}-{head_dim}-{key_bits}-{value_bits}",
                     kernel,

@@ -14,8 +14,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from decode_engine.errors import NotReadyError
 from decode_engine.gateway.serving import Gateway
 from decode_engine.processes.cluster import tries
-from decode_engine.processes.cluster.asked import asked_by_http, asked_by_rpc
 from decode_engine.processes.cluster.front import FrontDoor
+from decode_engine.processes.cluster.tries import asked_by_http, asked_by_rpc
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.routing.router import Replica
 from decode_engine.rpc.server import DecodeServer

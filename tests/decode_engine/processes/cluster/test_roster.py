@@ -16,8 +16,7 @@ from decode_engine.gateway.serving import Gateway
 from decode_engine.processes.cluster.command import _free_port
 from decode_engine.processes.cluster.fixed import Engines, parse_engines
 from decode_engine.processes.cluster.near import cores_near
-from decode_engine.processes.cluster.roster import GONE_S, Roster
-from decode_engine.processes.cluster.scaling import UP_S, Load, Scale, replicas_wanted
+from decode_engine.processes.cluster.roster import GONE_S, UP_S, Load, Roster, Scale, replicas_wanted
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.door.access import TokenFile
 from decode_engine.rpc.door.options import Credentials
@@ -204,7 +203,10 @@ def test_engines_of_different_models_are_told(
     ]
 
 
-def test_the_command_serves_both_apis_until_it_is_told_to_end(engine: str, lamp: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_command_serves_both_apis_until_it_is_told_to_end(
+    engine: str, lamp: str, number: signal.Signals
+) -> None:
     listen, http = (_free_port("127.0.0.1") for _ in range(2))
     command = [sys.executable, "-m", "decode_engine.processes.cluster.command", "front", "--engine", engine]
     command += ["--listen", f"127.0.0.1:{listen}", "--http-port", str(http), "--grace", "1"]
@@ -227,6 +229,11 @@ def test_the_command_serves_both_apis_until_it_is_told_to_end(engine: str, lamp:
                 assert generation.summary.context == lamp
             body = {"model": "model", "prompt": "Who?", "max_tokens": 2, "context": "lamp"}
             assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+            if number is signal.SIGTERM:
+                second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+                assert second.returncode == 1
+                assert "port is taken" in second.stderr
+                assert "Unclosed" not in second.stderr
         finally:
-            front.send_signal(signal.SIGTERM)
+            front.send_signal(number)
         assert front.wait(30) == 0

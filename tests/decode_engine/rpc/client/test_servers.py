@@ -15,8 +15,7 @@ from decode_engine.errors import (
     ShuttingDownError,
 )
 from decode_engine.rpc.client import Client, Keep, Servers
-from decode_engine.rpc.routing.rendezvous import order_of
-from decode_engine.rpc.routing.router import Replica, Wanted
+from decode_engine.rpc.routing.router import Replica, Wanted, order_of
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import InvalidArgumentError, SparseKVError
 from tests.decode_engine.conftest import Library

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_engine.rpc.routing.rendezvous import order_of
-from decode_engine.rpc.routing.router import BOUND, REMEMBERED_S, SUSPECTED_S, Replica, Router, Wanted
+from decode_engine.rpc.routing.router import (
+    BOUND,
+    REMEMBERED_S,
+    SUSPECTED_S,
+    Replica,
+    Router,
+    Wanted,
+    order_of,
+)
 
 NAMES = st.lists(st.text(max_size=12), min_size=1, max_size=8, unique=True)
 KEYS = [f"{number:064x}" for number in range(2000)]

@@ -208,11 +208,11 @@ def test_a_load_that_hangs_keeps_its_memory_only_until_the_read_comes_back(
     store._limit_s = reading.READ_LIMIT_S
     stats = arena.stats()
     assert (stats.leases, stats.contexts) == (0, 0)
-    assert stats.used_bytes == stats.leased_bytes == SIZE  # it is being written to
+    assert stats.used.total == stats.leased.total == SIZE  # it is being written to
     with pytest.raises(MemoryBudgetError, match="in use"), arena.acquire(store, context.id):
         pytest.fail("two loads into the memory of one")
     hanging.go_on.set()
-    eventually(lambda: arena.stats().used_bytes == 0)
+    eventually(lambda: arena.stats().used.total == 0)
     with arena.acquire(store, context.id):
         assert arena.ids() == [context.id]
 
@@ -230,11 +230,11 @@ def test_the_last_lease_of_an_unfinished_load_does_not_wait_for_it(
     lease.__exit__(None, None, None)
     assert time.monotonic() - before < 4.0  # nor for those that wait for the load
     assert arena.stats().leases == 0
-    assert arena.stats().used_bytes == SIZE
+    assert arena.stats().used.total == SIZE
     with pytest.raises(SparseKVError):
         resident.kv(0)
     hanging.go_on.set()
-    eventually(lambda: arena.stats().used_bytes == 0)
+    eventually(lambda: arena.stats().used.total == 0)
 
 
 def test_a_shutdown_does_not_wait_for_reads_that_hang(

@@ -6,7 +6,6 @@ import fcntl
 import os
 import socket
 import stat
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -28,7 +27,8 @@ from index_store.store.files import durable, reading
 from index_store.store.files.durable import clear_free_lock, is_locked, locked_file, make_folder
 from index_store.store.files.reading import Readers, WrongFileError, may_block, read_bounded, read_file
 from tests.index_store.store.test_tuned_defaults import record
-from tests.support.store import synthetic_context
+from tests.support.forking import ran
+from tests.support.store import raising, synthetic_context
 from tests.support.waiting import wait_until
 
 
@@ -328,11 +328,8 @@ def test_several_threads_and_a_stop() -> None:
 def test_a_check_ends_the_wait() -> None:
     readers, back = Readers(1, "test"), threading.Event()
 
-    def check() -> None:
-        raise KeyError
-
     with pytest.raises(KeyError):
-        readers.result(readers.submit(back.wait), check)
+        readers.result(readers.submit(back.wait), raising(KeyError))
     back.set()
     readers.stop()
     assert readers.join(SOON)
@@ -348,19 +345,14 @@ def test_a_process_ends_although_a_read_hangs() -> None:
         "        threading.Event().wait()\n"
         "read_bounded(hang, limit_s=0.05)\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
+    ended = ran([sys.executable, "-c", program], timeout=120)
     assert ended.returncode == 1
     assert "StoreUnavailableError: slow: the file system has not answered" in ended.stderr
 
 
 def test_a_thread_reads_for_one_after_the_other_and_after_errors(tmp_path: Path) -> None:
-    def fail() -> None:
-        raise KeyError("once")
-
     with pytest.raises(KeyError):
-        read_bounded(fail)
+        read_bounded(raising(KeyError("once")))
     before = {thread.ident for thread in threading.enumerate() if thread.name == "read"}
     names = {read_bounded(threading.get_ident) for _ in range(20)}
     assert names <= before

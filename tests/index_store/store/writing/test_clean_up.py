@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-import torch
 
 from index_store.errors import ContextExpiredError, ContextNotFoundError, MissingChunkError, StoreError
 from index_store.family.children import publish_child
@@ -19,16 +17,7 @@ from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up, find_leftovers, remove_if
 from index_store.store.files.durable import locked_file
 from index_store.store.zarr_io import chunk_path
-from tests.support.store import CREATED, SyntheticContext, continuation, synthetic_context
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The tensor's elements as raw bytes: equality of these is bit-exact, NaN included."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def folder(store: Store, id_: str) -> Path:
-    return store.path / "contexts" / id_
+from tests.support.store import CREATED, SyntheticContext, bits, continuation, raising, synthetic_context
 
 
 def test_expired_context(store: Store) -> None:
@@ -44,7 +33,7 @@ def test_expired_context(store: Store) -> None:
     assert store.list() == [context.manifest]
     assert store.expired(context.manifest)
     (would,) = clean_up(store, dry_run=True)
-    assert (would.kind, would.path) == ("expired", folder(store, context.id))
+    assert (would.kind, would.path) == ("expired", store.folders.context(context.id))
     assert would.nbytes > context.manifest.kv_bytes
     assert store.list() == [context.manifest]
     assert clean_up(store) == [would]
@@ -61,12 +50,12 @@ def test_a_clean_up_and_a_job_remove_the_same_expired_context(
     other = Store(store.path)
 
     def removed_meanwhile(path: Path, wait: bool = True) -> AbstractContextManager[bool]:
-        if not wait and folder(store, first.id).exists():
+        if not wait and store.folders.context(first.id).exists():
             other.delete(first.id)
         return locked_file(path, wait=wait)
 
     monkeypatch.setattr("index_store.store.clean_up.locked_file", removed_meanwhile)
-    assert {item.path for item in clean_up(store)} == {folder(store, second.id)}
+    assert {item.path for item in clean_up(store)} == {store.folders.context(second.id)}
     assert os.listdir(store.path / "contexts") == []
     assert os.listdir(store.path / "locks") == []
 
@@ -92,15 +81,15 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(
     (failure,) = failures
     assert contexts[1].id in failure.message
     assert contexts[1].id in caplog.text
-    assert [item.path for item in clean_up(store)] == [folder(store, contexts[1].id)]
+    assert [item.path for item in clean_up(store)] == [store.folders.context(contexts[1].id)]
 
 
 def test_of_a_linked_context_only_the_link_is_removed(
     stored: Store, context: SyntheticContext, tmp_path: Path
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
-    folder(stored, context.id).rename(elsewhere)
-    folder(stored, context.id).symlink_to(elsewhere, target_is_directory=True)
+    stored.folders.context(context.id).rename(elsewhere)
+    stored.folders.context(context.id).symlink_to(elsewhere, target_is_directory=True)
     assert stored.entries() == [context.manifest]
     stored.delete(context.id)
     assert stored.entries() == []
@@ -145,12 +134,9 @@ def test_a_store_that_cannot_be_written_to_is_read(
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
         return original(path, flags, *args, **kwargs)
 
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
     monkeypatch.setattr(os, "open", open_file)
     for name in ("mkdir", "unlink", "rename", "rmdir"):
-        monkeypatch.setattr(os, name, refuse)
+        monkeypatch.setattr(os, name, raising(OSError(errno.EROFS, os.strerror(errno.EROFS))))
     for create in (False, True):
         store = Store(stored.path, create=create)
         assert store.entries() == [context.manifest]
@@ -181,7 +167,7 @@ def test_delete_while_mapped(stored: Store, context: SyntheticContext) -> None:
 
 def test_a_missing_chunk_is_no_deletion(stored: Store, context: SyntheticContext) -> None:
     opened = stored.open(context.id)
-    chunk_path(folder(stored, context.id), context.manifest.kv, (0, 0)).unlink()
+    chunk_path(stored.folders.context(context.id), context.manifest.kv, (0, 0)).unlink()
     with pytest.raises(MissingChunkError):
         opened.array("kv", 0, 0)
 
@@ -227,28 +213,6 @@ def test_gc_removes_locks_that_nobody_holds(store: Store) -> None:
         assert [(item.kind, item.path) for item in clean_up(store)] == [("lock", left)]
         assert sorted(os.listdir(locks)) == ["1" * 64, "notes.txt"]
     assert clean_up(store) == []
-
-
-def test_gc_takes_no_lock_from_jobs_that_come_and_go(store: Store) -> None:
-    """Never two holders at once, while clean-ups remove the lock file between one holder and the next."""
-    id_, holders, most = "0" * 64, 0, 0
-
-    def work() -> None:
-        nonlocal holders, most
-        for _ in range(50):
-            with store.lock(id_):
-                holders += 1
-                most = max(most, holders)
-                holders -= 1
-
-    with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(work) for _ in range(3)]
-        while not all(job.done() for job in jobs):
-            clean_up(store)
-        for job in jobs:
-            job.result()
-    assert most == 1
-    assert list((store.path / "locks").iterdir()) == []
 
 
 def test_an_expired_parent_stays_whose_child_was_given_a_longer_life_meanwhile(store: Store) -> None:

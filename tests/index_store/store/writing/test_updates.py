@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -295,115 +294,98 @@ def test_clean_up_leaves_what_a_living_writer_has_moved(stored: Store, context: 
 HOUR = timedelta(hours=1)
 
 
-class Clock:
-    """A time that tests move."""
+class Ticking:
+    """A store whose clock is set by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         self.now = CREATED
+        self.store = Store(path, create=True, clock=lambda: self.now)
 
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def ticking(store: Store, clock: Clock) -> Store:
-    return Store(store.path, clock=lambda: clock.now)
-
-
-@pytest.fixture
-def made(ticking: Store, clock: Clock) -> Callable[..., SyntheticContext]:
-    """Writes contexts that were used last when they were made."""
-
-    def make(seed: int, used: datetime = CREATED, **options: object) -> SyntheticContext:
-        context = synthetic_context(seed=seed, **options)  # type: ignore[arg-type]
-        context.write(ticking)
-        os.utime(ticking.folders.context(context.id), (used.timestamp(), used.timestamp()))
+    def make(self, seed: int, used: datetime = CREATED, **options: Any) -> SyntheticContext:
+        """Writes a context that was used last then."""
+        context = synthetic_context(seed=seed, **options)
+        context.write(self.store)
+        self.use(context.id, used)
         return context
 
-    return make
+    def use(self, id_: str, at: datetime = CREATED) -> None:
+        os.utime(self.store.folders.context(id_), (at.timestamp(), at.timestamp()))
+
+    def ids(self) -> set[str]:
+        return {manifest.id for manifest in self.store.list()}
 
 
-def ids(store: Store) -> set[str]:
-    return {manifest.id for manifest in store.list()}
+@pytest.fixture
+def ticking(tmp_path: Path) -> Ticking:
+    return Ticking(tmp_path / "ticking")
 
 
 def size(context: SyntheticContext) -> int:
     return context.manifest.kv_bytes + context.manifest.index_bytes
 
 
-def test_what_expired_goes_after_a_margin(
-    ticking: Store, clock: Clock, made: Callable[..., SyntheticContext]
-) -> None:
-    short, long = made(1, ttl=HOUR), made(2, ttl=3 * HOUR)
-    room = StoreRoom(ticking)
-    clock.now = CREATED + HOUR + MARGIN / 2
+def test_what_expired_goes_after_a_margin(ticking: Ticking) -> None:
+    short, long = ticking.make(1, ttl=HOUR), ticking.make(2, ttl=3 * HOUR)
+    room = StoreRoom(ticking.store)
+    ticking.now = CREATED + HOUR + MARGIN / 2
     assert room.sweep() == []
-    clock.now = CREATED + HOUR + MARGIN
-    note_use(ticking, short.id)  # by a server whose session goes on, now by the clock of the machine
-    os.utime(ticking.folders.context(short.id), (clock.now.timestamp(), clock.now.timestamp()))
+    ticking.now = CREATED + HOUR + MARGIN
+    note_use(ticking.store, short.id)  # by a server whose session goes on, now by the clock of the machine
+    ticking.use(short.id, ticking.now)
     assert room.sweep() == []
-    clock.now += 2 * MARGIN
+    ticking.now += 2 * MARGIN
     assert room.sweep() == [short.id]
-    assert ids(ticking) == {long.id}
+    assert ticking.ids() == {long.id}
 
 
-def test_a_parent_stays_while_a_child_lives_and_a_pinned_one_for_good(
-    ticking: Store, clock: Clock, made: Callable[..., SyntheticContext]
-) -> None:
-    pinned = made(1, ttl=HOUR)
-    ticking.update(pinned.id, lambda manifest: replace(manifest, pinned=True))
-    locked = made(2, ttl=HOUR)
-    parent = made(3, ttl=HOUR)
-    child = publish_child(ticking, continuation(ticking, parent.id))
-    clock.now = CREATED + 24 * HOUR
+def test_a_parent_stays_while_a_child_lives_and_a_pinned_one_for_good(ticking: Ticking) -> None:
+    pinned = ticking.make(1, ttl=HOUR)
+    ticking.store.update(pinned.id, lambda manifest: replace(manifest, pinned=True))
+    locked = ticking.make(2, ttl=HOUR)
+    parent = ticking.make(3, ttl=HOUR)
+    child = publish_child(ticking.store, continuation(ticking.store, parent.id))
+    ticking.now = CREATED + 24 * HOUR
     for id_ in (pinned.id, child.id):
-        os.utime(ticking.folders.context(id_), (CREATED.timestamp(), CREATED.timestamp()))
-    with ticking.lock(locked.id):
-        assert StoreRoom(ticking).sweep() == []
-    assert StoreRoom(ticking).sweep() == [locked.id]
-    assert ids(ticking) == {pinned.id, parent.id, child.id}
+        ticking.use(id_)
+    with ticking.store.lock(locked.id):
+        assert StoreRoom(ticking.store).sweep() == []
+    assert StoreRoom(ticking.store).sweep() == [locked.id]
+    assert ticking.ids() == {pinned.id, parent.id, child.id}
 
 
-def test_a_bound_takes_only_what_may_go_the_least_recently_used_first(
-    ticking: Store, clock: Clock, made: Callable[..., SyntheticContext]
-) -> None:
-    wanted = made(1)  # without an expiry: somebody wants it for good
-    later = made(2, used=CREATED + HOUR, ttl=100 * HOUR)
-    sooner = made(3, ttl=100 * HOUR)
-    beginning = made(4, used=CREATED + 2 * HOUR)
-    ticking.update(beginning.id, lambda manifest: replace(manifest, labels={KEPT_BEGINNING: ""}))
-    used = CREATED + 2 * HOUR
-    os.utime(ticking.folders.context(beginning.id), (used.timestamp(), used.timestamp()))
-    clock.now = CREATED + 10 * HOUR
+def test_a_bound_takes_only_what_may_go_the_least_recently_used_first(ticking: Ticking) -> None:
+    wanted = ticking.make(1)  # without an expiry: somebody wants it for good
+    later = ticking.make(2, used=CREATED + HOUR, ttl=100 * HOUR)
+    sooner = ticking.make(3, ttl=100 * HOUR)
+    beginning = ticking.make(4, used=CREATED + 2 * HOUR)
+    ticking.store.update(beginning.id, lambda manifest: replace(manifest, labels={KEPT_BEGINNING: ""}))
+    ticking.use(beginning.id, CREATED + 2 * HOUR)
+    ticking.now = CREATED + 10 * HOUR
     one = size(wanted)
-    room = StoreRoom(ticking, 4 * one)
+    room = StoreRoom(ticking.store, 4 * one)
     assert room.used() == 4 * one
     room.require(3 * one)
     with pytest.raises(StoreBoundError, match=r"does not fit.*may go, and --store-bytes is"):
         room.make(3 * one + 1)
-    assert len(ids(ticking)) == 4  # nothing went for nothing
+    assert len(ticking.ids()) == 4  # nothing went for nothing
     assert room.make(one) == [sooner.id]
     assert room.make(2 * one) == [later.id]
-    assert StoreRoom(ticking, 1).sweep() == [beginning.id]
-    assert ids(ticking) == {wanted.id}
-    assert StoreRoom(ticking).make(10**18) == []
+    assert StoreRoom(ticking.store, 1).sweep() == [beginning.id]
+    assert ticking.ids() == {wanted.id}
+    assert StoreRoom(ticking.store).make(10**18) == []
 
 
-def test_a_tenants_quota_takes_what_of_its_own_may_go(
-    ticking: Store, clock: Clock, made: Callable[..., SyntheticContext]
-) -> None:
-    kept, gone, others = made(1), made(2, ttl=100 * HOUR), made(3, ttl=100 * HOUR)
+def test_a_tenants_quota_takes_what_of_its_own_may_go(ticking: Ticking) -> None:
+    kept, gone, others = ticking.make(1), ticking.make(2, ttl=100 * HOUR), ticking.make(3, ttl=100 * HOUR)
     owners = {kept.id: "ant", gone.id: "ant", others.id: "bee"}
     for id_, tenant in owners.items():
-        path = ticking.folders.context(id_) / "manifest.json"
-        path.write_bytes(MANIFESTS.render(replace(ticking.manifest(id_), tenant=tenant)))
-    clock.now = CREATED + 10 * HOUR
+        path = ticking.store.folders.context(id_) / "manifest.json"
+        path.write_bytes(MANIFESTS.render(replace(ticking.store.manifest(id_), tenant=tenant)))
+    ticking.now = CREATED + 10 * HOUR
     one = size(kept)
     for id_ in owners:
-        os.utime(ticking.folders.context(id_), (CREATED.timestamp(), CREATED.timestamp()))
-    room = StoreRoom(ticking, quota={"ant": 2 * one, "bee": 2 * one}.get)
+        ticking.use(id_)
+    room = StoreRoom(ticking.store, quota={"ant": 2 * one, "bee": 2 * one}.get)
     assert (room.used("ant"), room.used("bee"), room.used()) == (2 * one, one, 3 * one)
     room.require(one, "ant")
     for coming, nbytes in ((0, one + 1), (1, one)):
@@ -418,28 +400,26 @@ def test_a_tenants_quota_takes_what_of_its_own_may_go(
     assert caught.value.retry_after_s is None
     assert room.make(one, "bee") == []
     assert room.make(one, "ant") == [gone.id]
-    assert ids(ticking) == {kept.id, others.id}
+    assert ticking.ids() == {kept.id, others.id}
     assert room.make(10**18, "cat") == []
 
 
-def test_what_was_used_lately_does_not_go(
-    ticking: Store, clock: Clock, made: Callable[..., SyntheticContext]
-) -> None:
-    context = made(1, ttl=100 * HOUR)
-    clock.now = CREATED + MARGIN / 2
+def test_what_was_used_lately_does_not_go(ticking: Ticking) -> None:
+    context = ticking.make(1, ttl=100 * HOUR)
+    ticking.now = CREATED + MARGIN / 2
     with pytest.raises(StoreBoundError):
-        StoreRoom(ticking, size(context)).make(1)
-    clock.now = CREATED + 2 * MARGIN
-    assert StoreRoom(ticking, size(context)).make(1) == [context.id]
+        StoreRoom(ticking.store, size(context)).make(1)
+    ticking.now = CREATED + 2 * MARGIN
+    assert StoreRoom(ticking.store, size(context)).make(1) == [context.id]
 
 
-def test_what_a_context_will_take(ticking: Store, made: Callable[..., SyntheticContext]) -> None:
-    room = StoreRoom(ticking)
+def test_what_a_context_will_take(ticking: Ticking) -> None:
+    room = StoreRoom(ticking.store)
     context = synthetic_context()
     kind = (context.draft.model, context.draft.dtype, context.draft.token_count)
     rows = context.manifest.kv_bytes
     assert room.needed("0" * 64, *kind, ()) == rows
     assert room.needed("0" * 64, *kind, context.draft.methods) == 2 * rows
-    made(0)
+    ticking.make(0)
     assert room.needed("0" * 64, *kind, context.draft.methods) == size(context)
     assert room.needed(context.id, *kind, context.draft.methods) == 0

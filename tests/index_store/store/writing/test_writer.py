@@ -41,7 +41,7 @@ from index_store.store.files import durable, reading
 from index_store.store.zarr_io import chunk_path
 from tests.index_store.store.writing.writer_processes import write, write_unless_there
 from tests.support.forking import FORKING, kill_after, killed_at_each_step, run, start
-from tests.support.store import SyntheticContext, add_index, synthetic_context
+from tests.support.store import SyntheticContext, add_index, raising, synthetic_context
 
 
 def names(store: Store) -> list[str]:
@@ -112,12 +112,9 @@ def test_nothing_is_published_where_the_disk_refuses(
 ) -> None:
     """Whoever asks for bytes to reach the disk, and however early."""
 
-    def refuse(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
     monkeypatch.setattr(array_files, "_SYNC_BYTES", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(name, refuse)
+        patch.setattr(name, raising(OSError(code, os.strerror(code))))
         with pytest.raises(StoreError, match=said) as caught:
             context.write(store)
     assert type(caught.value) is error
@@ -258,11 +255,8 @@ def test_what_cannot_be_removed_of_a_replaced_context_is_left(
     synthetic_context(ttl=timedelta(seconds=1)).write(store)
     fresh = synthetic_context()
 
-    def refuse(path: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with monkeypatch.context() as patch:
-        patch.setattr(durable.shutil, "rmtree", refuse)
+        patch.setattr(durable.shutil, "rmtree", raising(OSError(errno.EIO, os.strerror(errno.EIO))))
         fresh.write(store)
     assert store.list() == [fresh.manifest]
     assert [item.kind for item in clean_up(store)] == ["trash"]
@@ -378,11 +372,7 @@ def test_rows_that_come_bit_by_bit_are_what_zarr_reads(
 
 def test_unfinished_rows_are_not_published(store: Store, context: SyntheticContext) -> None:
     with store.writer(context.id) as writer:
-        writer.write_tokens(context.tokens)
-        for entry, data in context.by_layer():
-            writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
-            for place in itertools.product(*map(range, data.shape[:2])):
-                writer.write_chunk(entry.path, place, data[place])
+        context.write_arrays(writer)
         writer.write_rows("kv", (1, 1), 0, context.kv[1, 1, :-1])
         with pytest.raises(MissingChunkError, match=r"kv/c/1/1/.* was never written"):
             writer.publish(context.draft)

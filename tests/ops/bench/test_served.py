@@ -1,4 +1,4 @@
-"""Many clients at once, and streams of tenants: the whole path over a toy model, and what times say."""
+"""Benchmarks of servers: many clients, streams of tenants, a cluster, a store of many contexts, over a toy model."""
 
 from __future__ import annotations
 
@@ -85,3 +85,36 @@ def test_shares_and_cost_are_reported(tmp_path: Path, run: Run, monkeypatch: pyt
     assert 0 < shares["gap_p50_ms"] <= shares["gap_p99_ms"]
     assert 0 < shares["first_p50_ms"] <= shares["first_p99_ms"]
     assert cost["ratio"] > 0
+
+
+def test_a_cluster_grows_and_shrinks_and_no_more_contexts_move_than_the_hash_implies(run: Run) -> None:
+    pytest.importorskip("ray")
+    lines, code, error = run(
+        load_bench("served/clusters"),
+        grows=True,
+        replicas="1",
+        rounds=1,
+        clients="1",
+        seconds=1.0,
+        contexts=8,
+        tokens=256,
+        most=2,
+        stays=15.0,
+    )
+    assert code == 0, error
+    told = {line["what"]: line for line in lines}
+    assert "2" in told["grew"]["seconds"]
+    assert "1" in told["shrank"]["seconds"]
+    assert told["1 to most"]["moved"] <= told["1 to most"]["implied"]
+    assert told["most to 1"]["moved"] == 0
+
+
+def test_a_store_of_a_hundred_contexts(run: Run) -> None:
+    """The benchmark checks what it finds."""
+    lines, code, error = run(
+        load_bench("served/many_contexts"), contexts=100, tokens=300, objects=10, folder=None
+    )
+    assert code == 0, error
+    assert {"read", "start", "list", "label", "beginning", "expire", "objects: first look"} <= {
+        line["what"] for line in lines
+    }

@@ -1,10 +1,9 @@
-"""The scripts that made the packaged model run, in miniature, and what they make can be served."""
+"""Scripts of models in small: a reader that is trained can be served, tiny architectures answer alike in every way."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,19 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from decode_engine.model.runner import ModelRunner
 from index_store.models.loading import identify, load_model, load_tokenizer, resolve_model
+from tests.ops.scripts import load_script
+from tests.support.forking import ran
+from tests.support.models import write_tokenizer
 
 SCRIPTS = Path(__file__).parents[2] / "ops" / "reader"
 
 
 def run_script(name: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / name), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )
+    done = ran([sys.executable, str(SCRIPTS / name), *arguments], env={**os.environ, "OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -59,3 +56,23 @@ def test_corpus_and_training_make_a_model_that_can_be_served(tmp_path: Path) -> 
     with torch.inference_mode():
         logits = load_model(folder, "sdpa").model(torch.tensor([tokenizer.encode("The end.")])).logits
     assert torch.isfinite(logits).all()
+
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = [
+    *("bailing_hybrid", "bamba", "axk2", "deepseek_v2", "deepseek_v32", "dots3_note_text", "falcon_h1"),
+    *("glm_moe_dsa", "granitemoehybrid", "hy_v4", "jamba", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe"),
+    *("lfm3", "llama4_text", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("qwen3_next", "zamba", "zamba2", "zaya"),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_gives_the_tokens_of_generate(tmp_path: Path, kind: str) -> None:
+    script = load_script(ROOT / "ops" / "models" / "check_architectures.py")
+    write_tokenizer(tmp_path)
+    model = script.make_model(script.tiny_config(kind))
+    model.save_pretrained(tmp_path)
+    found = script._ways(ModelRunner(resolve_model(str(tmp_path))), tmp_path, model, script.LENGTHS[0])
+    assert set(found.values()) == {script.NEW_TOKENS}
