@@ -27,6 +27,7 @@ from tests.support.serving.chat import WITH_TOOLS
 from tests.support.serving.front import grpc_of
 from tests.support.serving.service import loaded
 from tests.support.serving.workers import working
+from tests.support.store import flip
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 8
 MAX_POSITIONS = 4096
@@ -88,10 +89,7 @@ class Library:
 
     def damage(self, id_: str) -> None:
         """Flips a bit of a stored context's keys and values."""
-        chunk = self.chunk(id_)
-        data = bytearray(chunk.read_bytes())
-        data[100] ^= 1
-        chunk.write_bytes(data)
+        flip(self.chunk(id_), 100)
 
     def worker(self, **options: Any) -> QueueWorker:
         """One that makes contexts in this store; it works when a test tells it to, or inside of `working`."""

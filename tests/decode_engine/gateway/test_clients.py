@@ -35,6 +35,7 @@ from tests.decode_engine.conftest import Library
 from tests.decode_engine.engine.fake_runner import Stream, make_client
 from tests.decode_engine.gateway.conftest import MODEL
 from tests.support.serving.service import loaded, wait_until
+from tests.support.store import raising
 
 CERTIFICATES = Path(__file__).parents[2] / "support" / "certificates"
 LONG: Any = {"model": "model", "prompt": " The", "context": "lamp", "max_tokens": 3000, "stream": True}
@@ -272,10 +273,8 @@ def _die() -> Any:
 def test_a_fault_is_told_by_the_number_under_which_the_log_has_it(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*given: object) -> None:
-        raise RuntimeError("nobody is told of this")
-
-    monkeypatch.setattr("decode_engine.rpc.answers.answering.plan_calls", fail)
+    error = RuntimeError("nobody is told of this")
+    monkeypatch.setattr("decode_engine.rpc.answers.answering.plan_calls", raising(error))
     for stream in (False, True):
         asked = _chat(gateway, stream=stream)
         assert asked.status_code == 500

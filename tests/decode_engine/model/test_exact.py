@@ -28,6 +28,7 @@ from index_store.methods.presets import get_method
 from prefill_worker.config import AUTO
 from tests.support.devices import nightly
 from tests.support.serving.served import PROMPT, Served, serve, serve_text
+from tests.support.store import raising
 
 METHODS = ("refined",)
 TOKENS = 40
@@ -180,10 +181,7 @@ def test_sessions_with_drafts_step_beside_others(llama: Served) -> None:
 def test_a_failing_draft_costs_no_answer(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     [[expected]] = [list(ask(llama, [Order(method="full")])[0].values())]
 
-    def fail(*_: object) -> list[list[int]]:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(ModelRunner, "draft", fail)
+    monkeypatch.setattr(ModelRunner, "draft", raising(torch.OutOfMemoryError("no room")))
     [[found]] = [list(ask(llama, [Order(method="exact")])[0].values())]
     assert found[0] == expected[0]
 

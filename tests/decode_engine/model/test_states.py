@@ -49,6 +49,7 @@ from prefill_worker.reading.capture import Capture
 from prefill_worker.reading.prefill import run_context
 from prefill_worker.reading.query_sample import plan_sample
 from tests.support.models import LAYER_KINDS, generated, write_model_folder, write_tokenizer
+from tests.support.store import raising
 from tests.support.ways import QUIET, WAYS, Served, served
 
 TEXT = torch.randint(3, 259, (300,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -94,16 +95,14 @@ def test_a_gpu_answers_as_a_cpu(own: tuple[Served, list[int]], tmp_path: Path, w
 def test_a_pass_that_fails_may_be_made_again(own: tuple[Served, list[int]]) -> None:
     found, answer = own
     with found.session(found.manifest) as (session, _):
-        failing = found.runner.model.get_output_embeddings().register_forward_hook(_fail)
+        failing = found.runner.model.get_output_embeddings().register_forward_hook(
+            raising(RuntimeError("half way"))
+        )
         for _ in range(2):
             with pytest.raises(RuntimeError, match="half way"):
                 found.runner.forward([session], [PROMPT])
         failing.remove()
         assert found.answer(session, [PROMPT], NEW_TOKENS) == answer
-
-
-def _fail(*_: object) -> None:
-    raise RuntimeError("half way")
 
 
 @with_states

@@ -25,7 +25,7 @@ from prefill_worker.jobs.added_indexes import run_add_index
 from prefill_worker.jobs.children import _specs
 from tests.decode_engine.conftest import Library, make_library
 from tests.support.serving.service import loaded
-from tests.support.store import RETIRED_INDEXES, add_index
+from tests.support.store import RETIRED_INDEXES, add_index, flip
 
 METHOD_OF = {"product_codes": "pq", "coarse_codes": "refined-codes"}
 WORDS = {
@@ -109,9 +109,7 @@ def test_its_arrays_are_verified_as_all_others(library: Library, manifest: Manif
     store = Store(library.store)
     entry = next(index for index in manifest.indexes if index.name == retired)
     chunk = chunk_path(store.path / "contexts" / manifest.id, entry.arrays[0], (0, 1))
-    data = bytearray(chunk.read_bytes())
-    data[1] ^= 64
-    chunk.write_bytes(data)
+    flip(chunk, 1, 6)
     assert [retired in str(each) for each in store.verify(manifest.id)] == [True]
     with pytest.raises(ContextCorruptError), Arena(1 << 28).acquire(store, manifest.id):
         pass

@@ -21,6 +21,7 @@ from index_store.errors import (
 from tests.decode_engine.conftest import TEXT, Library, make_library
 from tests.support.serving.front import grpc_of
 from tests.support.serving.service import answered, leases, loaded, wait_until
+from tests.support.store import raising
 
 MORE = "Every winter the harbour froze, and the keeper walked over the ice to the ships. "
 METHODS = ("csattention", "quest", "multipole")
@@ -169,12 +170,9 @@ def test_a_damaged_child_is_refused_and_its_parent_is_not(
 def test_a_full_disk_is_told_and_nothing_stays(
     shelf: Shelf, client: Client, running: DecodeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     before = len(list(client.list_contexts()))
     with monkeypatch.context() as patched:
-        patched.setattr("index_store.store.writer.sync_tree", refuse)
+        patched.setattr("index_store.store.writer.sync_tree", raising(OSError(28, "No space left on device")))
         with pytest.raises(StoreFullError, match="no space is left"):
             ask(client, shelf.root, "Twice ", keep=Keep())
         with Gateway("127.0.0.1:0", running.grpc) as gateway:

@@ -41,6 +41,7 @@ from sparsekv.v1 import context_pb2
 from tests.decode_engine.conftest import Library, make_library
 from tests.support.serving.service import answered, loaded, wait_until
 from tests.support.serving.workers import working
+from tests.support.store import raising
 
 WORDS = "The keeper of the {} lighthouse counted ships and wrote them down. "
 
@@ -396,10 +397,7 @@ def test_higher_priorities_come_first_then_the_oldest(client: Client, worker: Qu
 def test_what_discarding_an_upload_meets_hides_nothing(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(writing: UploadWriting) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(UploadWriting, "discard", fail)
+    monkeypatch.setattr(UploadWriting, "discard", raising(OSError(5, "Input/output error")))
     assert client.upload_document(b"a keeper").size_bytes == 8  # and nothing is left to be discarded
     with pytest.raises(InvalidArgumentError, match="the document is empty"):
         client.upload_document(b"")

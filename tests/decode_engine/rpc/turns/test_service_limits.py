@@ -27,6 +27,7 @@ from index_store.errors import MemoryBudgetError
 from index_store.store.stored_context import Context
 from tests.decode_engine.conftest import Library
 from tests.support.serving.service import LONG, leases, loaded, wait_until
+from tests.support.store import raising
 
 
 @pytest.fixture
@@ -143,11 +144,8 @@ def asking(single: DecodeServer) -> Iterator[Client]:
 def test_a_request_whose_thread_cannot_begin_leaves_its_place(
     asking: Client, lamp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(work: BlockingWork, function: Callable[[], object]) -> None:
-        raise RuntimeError("can't start new thread")
-
     monkeypatch.setattr(EngineService, "_is_ready", lambda service, meaning: False)
-    monkeypatch.setattr(BlockingWork, "submit_alone", refuse)
+    monkeypatch.setattr(BlockingWork, "submit_alone", raising(RuntimeError("can't start new thread")))
     with pytest.raises(InternalError):
         asking.generate(lamp, text="Who?", max_tokens=2).read()
 
@@ -155,10 +153,7 @@ def test_a_request_whose_thread_cannot_begin_leaves_its_place(
 def test_a_request_that_cannot_be_made_leaves_its_place_and_its_context(
     asking: Client, lamp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(runner: ModelRunner, *_: object) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(ModelRunner, "prompt_cost", fail)
+    monkeypatch.setattr(ModelRunner, "prompt_cost", raising(OSError(5, "Input/output error")))
     with pytest.raises(InternalError):
         asking.generate(lamp, text="Who?", max_tokens=2).read()
 
