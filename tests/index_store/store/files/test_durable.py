@@ -281,6 +281,7 @@ def test_threads_that_hang_are_not_added_to_for_ever(tmp_path: Path, monkeypatch
     monkeypatch.setattr(reading, "_MOST_LOST", 2)
     monkeypatch.setattr(reading, "_lost", [])
     monkeypatch.setattr(reading, "_MOST_IDLE", 0)
+    monkeypatch.setattr(reading, "_idle", [])
     back = threading.Event()
 
     def hang() -> None:
