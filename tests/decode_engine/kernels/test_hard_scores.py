@@ -41,7 +41,6 @@ from tests.decode_engine.kernels.problems.hard_scores import (
 from tests.decode_engine.kernels.problems.table_problems import DEVICE, poisoned
 from tests.support.devices import nightly
 
-ON_GPU = DEVICE.type == "cuda"
 KINDS = ("pooled", "each")
 
 
@@ -96,7 +95,6 @@ def test_as_many_keys_as_wanted_are_kept(keys: int, name: str, kind: str) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("keys", [1024, 8192, 32768, 131072])

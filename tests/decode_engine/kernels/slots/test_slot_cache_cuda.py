@@ -31,10 +31,7 @@ from tests.decode_engine.steps.attention.test_hybrid_steps import (
     make_steps,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("slots", [256, 3000, 8192])

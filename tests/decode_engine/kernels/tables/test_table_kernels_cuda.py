@@ -26,10 +26,7 @@ from tests.decode_engine.kernels.problems.table_problems import (
     poisoned,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 # keys, first, end, tail, keep
 SIZES = [
     (259, 3, 250, 0, 9),
