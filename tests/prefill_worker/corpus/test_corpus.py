@@ -217,7 +217,7 @@ def test_a_corpus_on_ray_is_killed_and_goes_on(folder: Path, tiny_model: Path, t
     first = subprocess.Popen(
         line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
-    wait_until(lambda: store.is_dir() and len(Store(store).list()) >= 3, 300)
+    wait_until(lambda: (store / "contexts").is_dir() and len(Store(store).list()) >= 3, 300)
     listening = listeners(first.pid)
     assert len(listening) > 3
     assert set(listening) <= LOOPBACK
