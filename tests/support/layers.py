@@ -45,7 +45,11 @@ _SMALL: Mapping[str, Mapping[str, Scalar]] = {
 
 
 def small_spec(spec: IndexSpec) -> IndexSpec:
-    """The index with parameters for a few hundred keys."""
+    """The index with parameters for a few hundred keys. Raises LookupError for a kind that has none."""
+    if spec.kind not in _SMALL:
+        raise LookupError(
+            f"_SMALL of {__file__} has parameters of {', '.join(_SMALL)}; add those of {spec.kind}"
+        )
     return spec.with_parameters(**_SMALL[spec.kind])
 
 
