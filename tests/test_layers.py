@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import fnmatch
 import graphlib
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -373,13 +372,3 @@ def test_files_are_short() -> None:
     assert len(lengths) > len(FLOORS)
     found = {where: lines for where, lines in lengths.items() if lines > MOST_LINES}
     assert not found, f"beyond {MOST_LINES} lines, so perhaps two ideas: {found}"
-
-
-def test_every_package_is_listed_for_the_wheel() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    found = {
-        ".".join(file.parent.relative_to(ROOT).parts)
-        for top in PACKAGES[1:]
-        for file in (ROOT / top).rglob("__init__.py")
-    }
-    assert set(listed) - {"sparsekv", "sparsekv.v1"} == found

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
+from decode_engine.model.unstored import unstored_manifest
+from decode_engine.steps.batch_kinds import step_attention_for
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
 from index_store.methods.method import IndexSpec, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.selection.budgets import Mass, Ratio, Threshold
+from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 from tests.support.memory import copy_padded
@@ -34,6 +37,16 @@ ALL_METHODS: Mapping[str, Method] = MappingProxyType(
 )
 """Every method that searches, and some with another remainder."""
 
+
+def presets_with_kernels(model: ModelIdentity) -> tuple[str, ...]:
+    """Presets that search and run in captured steps of such a model, over contexts on the device."""
+
+    def run(method: Method) -> bool:
+        return isinstance(step_attention_for(method, unstored_manifest(model, "bfloat16", 4096)), type)
+
+    return tuple(name for name, method in METHODS.items() if method.sparse and run(method))
+
+
 _CLUSTERS: Mapping[str, Scalar] = {"keys_per_cluster": 4, "block": 64, "iterations": 3}
 _SMALL: Mapping[str, Mapping[str, Scalar]] = {
     "query_tables": {"subspaces": 4, "centroids": 8, "alpha": 0.3, "iterations": 3},
@@ -45,7 +58,11 @@ _SMALL: Mapping[str, Mapping[str, Scalar]] = {
 
 
 def small_spec(spec: IndexSpec) -> IndexSpec:
-    """The index with parameters for a few hundred keys."""
+    """The index with parameters for a few hundred keys. Raises LookupError for a kind that has none."""
+    if spec.kind not in _SMALL:
+        raise LookupError(
+            f"_SMALL of {__file__} has parameters of {', '.join(_SMALL)}; add those of {spec.kind}"
+        )
     return spec.with_parameters(**_SMALL[spec.kind])
 
 

@@ -475,6 +475,7 @@ def test_bytes_equal_a_count_by_hand(name: str) -> None:
         "query_tables": lambda: 4 * GROUP * searched,
         "key_clusters": lambda: arrays["counts"].shape[1] * DIM * 4,
     }
+    assert kind in {*by_hand, "cluster_tree"}, f"by_hand tells what a search reads; add it for {kind}"
     if kind in by_hand and "ids" not in arrays:
         assert float(sample.search_bytes_T) == pytest.approx(HEADS * by_hand[kind]())
     moments = {"none": 0, "diagonal": DIM, "full": DIM + DIM * DIM}[method.remainder.moments]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -35,11 +36,14 @@ from tests.decode_engine.steps.sessions import (
     step_logits,
 )
 from tests.support.devices import DEVICE, nightly
+from tests.support.layers import presets_with_kernels
 from tests.support.models import HEAD_SHAPES, STATEFUL
+from tests.support.tiny_model import IDENTITY
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else [pytest.mark.usefixtures("few_programs", "watched")]
 HYBRID, HOST = Placement.HYBRID, Placement.HOST
 POOLED = "csattention+dropped@group=pooled"
+USUAL = replace(IDENTITY, query_heads=4, kv_heads=2, head_dim=64)
 WINDOWS = (90, 9)
 """A context that is longer than a window, and one that is not."""
 STATES = (90, 0, 30)
@@ -81,6 +85,12 @@ def in_the_interpreter() -> list[Any]:
             *(Case(model=each, lengths=STATES) for each in [*STATEFUL][1:] if each != "granitemoehybrid"),
         ),
     ]  # fmt: skip
+
+
+def with_every_preset(cases: list[Any]) -> list[Any]:
+    """And one over the device of each preset that has kernels and no other case."""
+    listed = {case.method for case in cases if isinstance(case, Case)}
+    return [*cases, *(Case(method=name) for name in presets_with_kernels(USUAL) if name not in listed)]
 
 
 def on_a_gpu() -> list[Any]:
@@ -138,7 +148,9 @@ def stepping(runner: ModelRunner) -> Iterator[Stepper]:
     threads.close()
 
 
-@pytest.mark.parametrize("case", on_a_gpu() if DEVICE == "cuda" else in_the_interpreter(), ids=str)
+@pytest.mark.parametrize(
+    "case", with_every_preset(on_a_gpu() if DEVICE == "cuda" else in_the_interpreter()), ids=str
+)
 def test_steps_equal_the_general_path(runners: Runners, case: Case) -> None:
     runner, wide = runners(case.model, case.heads), None
     if DEVICE == "cuda" and case.model != "usual":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import pairwise
 
 import pytest
@@ -64,6 +65,13 @@ def test_a_parameter_out_of_range_is_refused(name: str, parameter: str, value: S
         INDEX_KINDS[spec.kind].check_options(
             {**spec.parameters, parameter: value}, SEARCHES.get(spec.kind, {})
         )
+
+
+def test_every_kind_refuses_a_parameter() -> None:
+    tried = {INDEX_SPECS[name].kind for name, *_ in WRONG}
+    assert tried == {name for name, kind in INDEX_KINDS.items() if fields(kind.parameters_type)}, (
+        "WRONG has a parameter out of range for every kind that takes any"
+    )
 
 
 @pytest.mark.parametrize(("name", "search", "message"), WRONG_SEARCHES)

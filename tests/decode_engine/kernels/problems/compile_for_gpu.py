@@ -5,6 +5,9 @@ a kernel is compiled for is what a captured step passes, by the launch functions
 IR, which is where Python that the interpreter runs and the compiler refuses is found; code for the machine would take
 minutes. Prints JSON: kernels by how often they were compiled, what failed, and a digest of all launches in their order:
 two commits with the same one launch the same code, with the same arguments, on the same streams.
+
+Methods as arguments: steps of these alone, in seconds. Their kernels that are not among what was compiled are launched
+by nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from index_store.store.description.context_id import ModelIdentity
 
 TARGET = GPUTarget("cuda", 90, 32)
 GPU = torch.device("cuda", 0)
@@ -137,6 +142,11 @@ def pretend() -> tuple[Counter[str], list[str]]:
     return compiled, failed
 
 
+def model_of(group: int, head_dim: int) -> ModelIdentity:
+    digest = "0" * 16
+    return ModelIdentity("test", "test", digest, digest, 2, HEADS * group, HEADS, head_dim, 2, 2 * KEYS)
+
+
 def take_steps(
     group: int,
     head_dim: int,
@@ -157,11 +167,9 @@ def take_steps(
     from index_store.attention.attention_state import LogitForm
     from index_store.memory.placement import Placement
     from index_store.methods.presets import get_method
-    from index_store.store.description.context_id import ModelIdentity
     from tests.support.store import in_planes
 
-    digest = "0" * 16
-    model = ModelIdentity("test", "test", digest, digest, 2, HEADS * group, HEADS, head_dim, 2, 2 * KEYS)
+    model = model_of(group, head_dim)
     queries = torch.zeros(SIZE, HEADS, group, head_dim, dtype=torch.bfloat16)
     new = torch.zeros(SIZE, HEADS, head_dim, dtype=torch.bfloat16)
     records_BF = torch.zeros(SIZE, records.RECORD_FIELDS, dtype=torch.int64)
@@ -251,9 +259,9 @@ def go_over_coarse_rows() -> None:
         attend_others(queries, records_BF, sizes, work, lists, partials, exact=True)
 
 
-def main() -> None:
-    gc.disable()  # a compiler makes many objects and keeps most
-    compiled, failed = pretend()
+def compile_all() -> None:
+    from tests.support.layers import presets_with_kernels
+
     with InHostMemory():
         take_steps(4, 128, METHODS)
         take_steps(8, 128, LARGE_GROUPS)
@@ -279,6 +287,19 @@ def main() -> None:
         edit_some()
         attend_window_of(4, 128)
         go_over_coarse_rows()
+        listed = {*METHODS, *LARGE_GROUPS}
+        take_steps(4, 128, [name for name in presets_with_kernels(model_of(4, 128)) if name not in listed])
+
+
+def main() -> None:
+    gc.disable()  # a compiler makes many objects and keeps most
+    compiled, failed = pretend()
+    if sys.argv[1:]:
+        with InHostMemory():
+            take_steps(4, 128, sys.argv[1:])
+            take_steps(4, 128, sys.argv[1:], "hybrid")
+    else:
+        compile_all()
     json.dump({"compiled": compiled, "failed": failed, "launched": LAUNCHED.hexdigest()}, sys.stdout)
 
 

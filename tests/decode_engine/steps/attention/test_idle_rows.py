@@ -16,13 +16,14 @@ from decode_engine.steps.step_graph import StepGraph, step_model
 from index_store.memory.placement import Placement
 from index_store.methods.presets import get_method
 from index_store.store.description.dtypes import AS_DTYPE, INT8
+from tests.support.layers import presets_with_kernels
 from tests.support.tiny_model import IDENTITY, make_model
 
 MODELS = {
     head_dim: replace(IDENTITY, layers=1, query_heads=query_heads, kv_heads=1, head_dim=head_dim)
     for head_dim, query_heads in ((64, 2), (256, 8))
 }
-METHODS = ("full", "csattention+dropped", "csattention", "multipole", "refined")
+METHODS = ("full", "csattention+dropped", *presets_with_kernels(MODELS[64]))
 CPU = torch.device("cpu")
 
 

@@ -95,7 +95,11 @@ def cases() -> Iterator[Any]:
         yield get_method(expression), (1, 64), DEVICE, INT8, expected
 
 
-@pytest.mark.parametrize(("method", "shape", "placement", "rows", "expected"), [*cases()])
+def told(value: object) -> str:
+    return value.name if isinstance(value, Method) else str(value)
+
+
+@pytest.mark.parametrize(("method", "shape", "placement", "rows", "expected"), [*cases()], ids=told)
 def test_methods_run_where_their_kernels_are(
     method: Method, shape: tuple[int, int], placement: Placement, rows: str, expected: str
 ) -> None:
