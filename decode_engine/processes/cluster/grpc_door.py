@@ -100,8 +100,10 @@ class _Relay:
     async def run(self, channel: aio.Channel, tries: Tries) -> bool:
         """Whether the call has ended; else the next replica is to be asked."""
         left_s = self._caller.context.time_remaining()
-        start: Any = channel.stream_stream(self._path, None, None)  # bytes as they are
-        call = start(self._sending(), timeout=left_s, metadata=aio.Metadata(*self._metadata))
+        # Bytes as they are. Where gRPC fails to write to a stream, it loses why that ended: one message is no stream.
+        kind: Any = channel.unary_stream if self._rest is None else channel.stream_stream
+        sent = self._first if self._rest is None else self._sending(self._rest)
+        call = kind(self._path, None, None)(sent, timeout=left_s, metadata=aio.Metadata(*self._metadata))
         try:
             async for piece in call:
                 await self._caller.write(piece)
@@ -112,12 +114,11 @@ class _Relay:
         finally:
             call.cancel()
 
-    async def _sending(self) -> AsyncIterator[bytes]:
+    async def _sending(self, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield self._first
         self._first_taken = True  # what comes behind it is not kept
-        if self._rest is not None:
-            async for message in self._rest:
-                yield message
+        async for message in rest:
+            yield message
 
     async def _end(self, error: aio.AioRpcError, tries: Tries) -> bool:
         info = error_info(error)

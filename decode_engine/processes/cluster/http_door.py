@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from decode_engine.gateway.exchange import (
     failure,
     refusal,
 )
-from decode_engine.gateway.wire.reply_structs import event
+from decode_engine.gateway.wire.reply_structs import JsonReply, event
 from decode_engine.processes.cluster.tries import ELSEWHERE, MOVED_ON, Tries, asked_by_http
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import SparseKVError
@@ -59,7 +60,7 @@ class HttpForwarding:
         held = 0
         try:
             if scope["path"] in ("/health", "/live"):
-                await self._health(scope, receive, send)
+                await _say(self._health(scope["path"]), scope, receive, send)
                 return
             if self._open > self._bounds.requests:
                 raise TooManyRequestsError(f"{self._open - 1} requests are open here, which is the limit")
@@ -82,17 +83,15 @@ class HttpForwarding:
                     break
             await self._until_gone(scope, receive, send, b"".join(pieces))
         except (SparseKVError, HttpError) as error:
-            await refusal(error)(scope, receive, send)
+            await _say(refusal(error), scope, receive, send)
         finally:
             self._open -= 1
             self._body_bytes -= held
 
-    async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
-        well = scope["path"] == "/live" or self._serving()
-        body = {"status": "ok"} if well else {"status": "starting", "phase": "wait for a replica"}
-        head: list[tuple[bytes, bytes]] = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 200 if well else 503, "headers": head})
-        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+    def _health(self, path: str) -> JsonReply:
+        if path == "/live" or self._serving():
+            return JsonReply({"status": "ok"})
+        return JsonReply({"status": "starting", "phase": "wait for a replica"}, status_code=503)
 
     async def _until_gone(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
         task = asyncio.ensure_future(self._forward(scope, send, body))
@@ -119,6 +118,12 @@ class HttpForwarding:
                 url = f"{replica.http}{target}{'?' + query if query else ''}"
                 if await _Answer(send).run(self._session, scope["method"], url, passed, body, tries):
                     return
+
+
+async def _say(reply: JsonReply, scope: Scope, receive: Receive, send: Send) -> None:
+    """What no replica says."""
+    reply.headers["x-request-id"] = secrets.token_hex(8)
+    await reply(scope, receive, send)
 
 
 class _Answer:

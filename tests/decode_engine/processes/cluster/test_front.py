@@ -106,12 +106,24 @@ def test_what_no_store_has_is_told_as_the_server_tells_it(front: FrontDoor, serv
     assert told[0].json() == told[1].json()
 
 
+def test_a_refusal_that_comes_at_once_is_told(front: FrontDoor) -> None:
+    """Though the caller's message may still be on its way, by calls that are never made twice."""
+    with grpc.insecure_channel(front.address) as channel:
+        call = channel.unary_unary("/sparsekv.v1.ContextService/Nothing")
+        for _ in range(100):
+            with pytest.raises(grpc.RpcError) as refused:
+                call(b"", timeout=60)
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 def test_a_call_waits_for_a_replica_and_is_then_told_that_none_is_there(
     monkeypatch: pytest.MonkeyPatch, lamp: str
 ) -> None:
     monkeypatch.setattr(tries, "PATIENCE_S", 0.2)
     with FrontDoor("127.0.0.1:0", "127.0.0.1:0") as door, Client(door.address, timeout_s=30) as client:
-        assert httpx.get(f"{door.url}/health").status_code == 503
+        health = httpx.get(f"{door.url}/health")
+        assert health.status_code == 503
+        assert health.headers["x-request-id"]
         assert httpx.get(f"{door.url}/live").status_code == 200
         with (
             pytest.raises(NotReadyError, match="no replica serves"),
