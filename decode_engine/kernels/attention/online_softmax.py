@@ -34,7 +34,7 @@ class AttendConstants(NamedTuple):
     HEADS: KV heads. GROUP: query heads of each. DIM: channels. X: query rows of a tile. TILE: keys of an iteration.
     STAGES: iterations whose loads are in flight. PRECISION: how dots multiply float32. PLANES: contexts' rows are in
     two planes. WIDTH: elements of a key as it is stored. SEGMENTS: of a list, SEGMENTS_TILE the next power of two.
-    LOCATED: rows may be in slots.
+    LOCATED: rows may be in slots. ASSEMBLY: on a device.
     """
 
     HEADS: tl.constexpr
@@ -49,6 +49,7 @@ class AttendConstants(NamedTuple):
     SEGMENTS: tl.constexpr
     SEGMENTS_TILE: tl.constexpr
     LOCATED: tl.constexpr
+    ASSEMBLY: tl.constexpr
 
     @classmethod
     def of(
@@ -69,6 +70,7 @@ class AttendConstants(NamedTuple):
         numbers = (
             heads, group, head_dim, rows, tile, 1 if whole else stages, "ieee" if whole else "tf32", planes,
             head_dim // 8 if planes else head_dim, segments, up, located,
+            queries.is_cuda,
         )  # fmt: skip
         return cls(*map(tl.constexpr, numbers))
 
