@@ -1,4 +1,4 @@
-"""Times full attention over rows in 8 bits: usage: shapes.py CASES SHAPES [small]; V says the variant, old the old code."""
+"""Times full attention over rows in 8 bits: usage: shapes.py small|whole CASE:SHAPES ..; V says the variant, old the old code."""
 import importlib.util, os, sys
 sys.path.insert(0, "ops/bench/one_layer")
 V = os.environ.get("V", "cw")
@@ -13,7 +13,7 @@ import torch
 import shared_gpu as g
 import decode_engine.steps.attention.listed_steps as l
 from decode_engine.kernels.attention.shared_attention import SharedShape as S, shared_shape as base
-only = sys.argv[3] if len(sys.argv) > 3 else ""
+only = sys.argv[1]
 ONE = {
     "d": {},
     "a": dict(tile=16, stages=4, warps=1, programs=8),
@@ -28,11 +28,12 @@ ONE = {
     "q": dict(rows=128, warps=8, programs=1, many_stages=2),
 }
 CASES = {"1": (1,), "own4": (1,) * 4, "own8": (1,) * 8, "16@1": (16,), "64@1": (64,), "1s": (1,), "4@1": (4,)}
-for case in sys.argv[1].split(","):
+for argument in sys.argv[2:]:
+    case, shapes = argument.split(":")
     many = "@" in case and case != "4@1"
     tokens = 1024 if only == "small" else 32768 if case.endswith("s") else 131072
     memory = None
-    for s in sys.argv[2]:
+    for s in shapes:
         shape = ONE[s]
         if s != "d" and many != (not ("tile" in shape)):
             continue
