@@ -121,12 +121,13 @@ def grow(
     factors: tl.tensor,
     away: tl.tensor,
     TAKE: tl.constexpr,
+    LIFT: tl.constexpr = 0.0,
 ) -> tl.tensor:
     """Peaks and totals with more logits, what earlier sums shrink by [X], and the new weights [X, N].
 
-    factors: of the weights. TAKE: the weights of logits `away` are taken off.
+    factors: of the weights. TAKE: the weights of logits `away` are taken off. LIFT: peaks stay so far below logits.
     """
-    highest = tl.max(logits, 1)
+    highest = tl.max(logits, 1) - LIFT
     if TAKE:
         highest = tl.maximum(highest, tl.max(away, 1))
     higher, base, shrink = raise_peaks(peaks, highest)

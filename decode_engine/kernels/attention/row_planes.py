@@ -1,12 +1,17 @@
 """Tiles of exact rows that are stored in two planes of 4 bits, decoded as `TwoPlanes` does it.
 
 A byte of the low plane, and the byte of codes beside it in the coarse copy, belong to the channels j and j + d / 2. A
-number is offset + scale / 16 * (16 code + low - 7.5): the product is exact in float32, so that nothing depends on
-whether a compiler rounds it before it adds. Then it is rounded to the queries' type, as rows that are stored as they
-are have it. The coarse copy has its usual form: values of up to 128 channels have one scale and one offset each, those
-of 256 have two, one for each half.
+number is offset + scale / 16 * (n - 7.5), n = 16 code + low. The coarse copy has its usual form: values of up to 128
+channels have one scale and one offset each, those of 256 have two, one for each half.
 
-Shape legend: T rows of a tile, C = d / 2 bytes of a vector in a plane, W = d / 8 words, d head dim.
+Two bytes beside each other are one element, a *short*, which four channels share: decoding makes *quarters* of rows,
+channels 0, 2, 4, .., 1, 3, 5, .., and those of the upper half, without moving a number to another place. So a small
+tile's products take shorts of both planes as they lie in shared memory, and decode them in the registers that are
+multiplied. On devices pairs of shorts become pairs of float16 numbers: n in the last bits of 1024 + n, of which
+(n - 128) / 16 is exact, times the scale, plus what n = 128 stands for. These are finer than bfloat16; queries beside
+them are in float16 too, over a power of two. Queries in float32 have rows in float32, in which the product is exact.
+
+Shape legend: T rows of a tile, W = d / 4 shorts of a vector in a plane, which is also a quarter, d head dim.
 """
 
 from __future__ import annotations
@@ -14,22 +19,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decode_engine.kernels.attention.online_softmax import add_weighted, attend_tile, grow
+from decode_engine.kernels.attention.online_softmax import HEAD_TILE, add_weighted, attend_tile, grow
 from decode_engine.kernels.record_fields import key_pointers, value_pointers
 from index_store.indexes.coarse_rows.parameters import BLOCK
 from index_store.methods.method import INDEX_SPECS
 from index_store.store.description.manifest import HIGH_PLANE
 
-import os
-_CARRY = tl.constexpr("c" in os.environ.get("V", "cw"))
-_WORDS = tl.constexpr("w" in os.environ.get("V", "cw"))
 _BLOCK = tl.constexpr(BLOCK)
 _BITS = tl.constexpr(4)
 _VALUE_GROUP = tl.constexpr(INDEX_SPECS[HIGH_PLANE].parameters["value_group"])
-_BASE, _MIDDLE = tl.constexpr(7.5), tl.constexpr((128 - 7.5) / 16)
-_SHARE = tl.constexpr(1.0 / 16)
-"""Of a scale that is a step of the low plane."""
-_DECODE_PAIRS = tl.constexpr("""{
+_BASE, _SHARE = tl.constexpr(7.5), tl.constexpr(1.0 / 16)
+"""Of n, what the offset stands for; of a scale, a step of n."""
+_DECODE = tl.constexpr("""{
 .reg .b32 a, b, x, h, m;
 mov.b32 h, 0x2c002c00; mov.b32 m, 0xd480d480;
 shl.b32 a, $5, 4; lop3.b32 a, a, $4, 0xf0f0f0f0, 0xe4;
@@ -39,6 +40,13 @@ prmt.b32 x, a, 0x64646464, 0x4341; fma.rn.f16x2 x, x, h, m; fma.rn.f16x2 $1, x, 
 prmt.b32 x, b, 0x64646464, 0x4240; fma.rn.f16x2 x, x, h, m; fma.rn.f16x2 $2, x, $8, $12;
 prmt.b32 x, b, 0x64646464, 0x4341; fma.rn.f16x2 x, x, h, m; fma.rn.f16x2 $3, x, $9, $13;
 }""")
+"""Of two shorts of the low plane and two of codes; then four scales, and what n = 128 stands for, all in pairs."""
+_MIDDLE = tl.constexpr("{ .reg .b32 m; mov.b32 m, 0x47884788; fma.rn.f16x2 $0, $1, m, $2; }")
+"""Offset + 120.5 / 16 * scale."""
+_EXPONENT, _LEAST_POWER, _LARGEST = tl.constexpr(0x7F800000), tl.constexpr(2.0**-100), tl.constexpr(2.0**14)
+"""Bits of a power of two; that of smaller numbers; what becomes float16 is twice as large at most."""
+_LIFT = tl.constexpr(14.0)
+"""Weights are up to 2^14, so that small ones beside them keep their digits in float16."""
 
 
 @triton.jit
@@ -55,117 +63,137 @@ def plane_pointers(records_ptr: tl.tensor, b: tl.tensor, head: tl.tensor, K: tl.
 
 
 @triton.jit
-def quarters(rows: tl.tensor) -> tl.tensor:
-    """Channels 0, 2, .., 1, 3, .. of the lower half of rows [N, d], and those of the upper one: four [N, d / 4]."""
+def _middle(scale: tl.tensor, offset: tl.tensor) -> tl.tensor:
+    return tl.inline_asm_elementwise(_MIDDLE, "=r,r,r", [scale, offset], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _number(n: tl.tensor, scale: tl.tensor, offset: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
+    return ((n.to(tl.float32) - _BASE) * (scale.to(tl.float32) * _SHARE) + offset.to(tl.float32)).to(ELEMENT)
+
+
+@triton.jit
+def decode_quarters(
+    low: tl.tensor, high: tl.tensor, scales: tl.tensor, offsets: tl.tensor, K: tl.constexpr, ELEMENT: tl.constexpr
+) -> tl.tensor:
+    """Quarters of rows, [T, W] each, of the shorts of both planes [T, W].
+
+    scales, offsets: float16, of each quarter, broadcast to it. In ELEMENT; in float16 on devices, but for float32.
+    """
+    a, b, c, d = scales
+    if K.ASSEMBLY and ELEMENT != tl.float32:
+        e, f, g, h = _middle(a, offsets[0]), _middle(b, offsets[1]), _middle(c, offsets[2]), _middle(d, offsets[3])
+        a, b, c, d = tl.inline_asm_elementwise(
+            _DECODE, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r", [low, high, a, b, c, d, e, f, g, h],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        a = _number((low & 15) | ((high & 15) << 4), a, offsets[0], ELEMENT)
+        b = _number(((low >> 8) & 15) | ((high >> 4) & 240), b, offsets[1], ELEMENT)
+        c = _number(((low >> 4) & 15) | (high & 240), c, offsets[2], ELEMENT)
+        d = _number((low >> 12) | ((high >> 8) & 240), d, offsets[3], ELEMENT)
+    return a, b, c, d
+
+
+@triton.jit
+def _joined(quarters: tl.tensor) -> tl.tensor:
+    """[T, d], one quarter after the other."""
+    a, b, c, d = quarters
+    numbers = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
+    return tl.reshape(numbers, [a.shape[0], 4 * a.shape[1]])
+
+
+@triton.jit
+def _in_order(rows: tl.tensor) -> tl.tensor:
+    """Rows [T, d] whose quarters follow each other."""
+    apart = tl.reshape(rows, [rows.shape[0], 2, 2, rows.shape[1] // 4])
+    return tl.reshape(tl.permute(apart, (0, 1, 3, 2)), rows.shape)
+
+
+@triton.jit
+def _apart(rows: tl.tensor) -> tl.tensor:
+    """Quarters of rows [T, d]."""
     even, odd = tl.split(tl.reshape(rows, [rows.shape[0], 2, rows.shape[1] // 4, 2]))
     a, c = tl.split(tl.permute(even, (0, 2, 1)))
-    b, e = tl.split(tl.permute(odd, (0, 2, 1)))
-    return a, b, c, e
-
-
-@triton.jit
-def whole_rows(parts: tl.tensor) -> tl.tensor:
-    """Rows of their quarters."""
-    N: tl.constexpr = parts[0].shape[0]
-    D: tl.constexpr = 4 * parts[0].shape[1]
-    even = tl.permute(tl.join(parts[0], parts[2]), (0, 2, 1))
-    odd = tl.permute(tl.join(parts[1], parts[3]), (0, 2, 1))
-    return tl.reshape(tl.join(even, odd), [N, D])
-
-
-@triton.jit
-def _middle(scale: tl.tensor, offset: tl.tensor) -> tl.tensor:
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 m; mov.b32 m, 0x47884788; fma.rn.f16x2 $0, $1, m, $2; }",
-        "=r,r,r", [scale, offset], dtype=tl.float16, is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def _decode(low: tl.tensor, high: tl.tensor, scales: tl.tensor, offsets: tl.tensor, K: tl.constexpr, ELEMENT: tl.constexpr) -> tl.tensor:
-    """Four quarters [T, d / 4] of the shorts of both planes. scales, offsets: of each quarter, broadcast to it."""
-    if K.ASSEMBLY and ELEMENT.is_fp16():
-        m = (
-            _middle(scales[0], offsets[0]),
-            _middle(scales[1], offsets[1]),
-            _middle(scales[2], offsets[2]),
-            _middle(scales[3], offsets[3]),
-        )
-        a, b, c, e = tl.inline_asm_elementwise(
-            _DECODE_PAIRS, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r",
-            [low, high, scales[0], scales[1], scales[2], scales[3], m[0], m[1], m[2], m[3]],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )
-    else:
-        low, high = low.to(tl.int32), high.to(tl.int32)
-        a = ((low & 15) + (high & 15) * 16).to(tl.float32)
-        b = (((low >> 8) & 15) + ((high >> 8) & 15) * 16).to(tl.float32)
-        c = (((low >> 4) & 15) + ((high >> 4) & 15) * 16).to(tl.float32)
-        e = (((low >> 12) & 15) + ((high >> 12) & 15) * 16).to(tl.float32)
-        a = ((a - _BASE) * (scales[0].to(tl.float32) * _SHARE) + offsets[0].to(tl.float32)).to(ELEMENT)
-        b = ((b - _BASE) * (scales[1].to(tl.float32) * _SHARE) + offsets[1].to(tl.float32)).to(ELEMENT)
-        c = ((c - _BASE) * (scales[2].to(tl.float32) * _SHARE) + offsets[2].to(tl.float32)).to(ELEMENT)
-        e = ((e - _BASE) * (scales[3].to(tl.float32) * _SHARE) + offsets[3].to(tl.float32)).to(ELEMENT)
-    return a, b, c, e
+    b, d = tl.split(tl.permute(odd, (0, 2, 1)))
+    return a, b, c, d
 
 
 @triton.jit
 def _load_shorts(plane_ptr: tl.tensor, at: tl.tensor, there: tl.tensor, K: tl.constexpr) -> tl.tensor:
-    """Vectors of a plane that begin at these shorts, [T, d / 4]; zeros where they are not there [T]."""
+    """Vectors of a plane that begin at these shorts, [T, W]; zeros where they are not there [T]."""
     short = tl.arange(0, K.DIM // 4)
+    plane_ptr = plane_ptr.to(tl.pointer_type(tl.uint16))
     return tl.load(plane_ptr + at[:, None] + short[None, :], mask=there[:, None], other=0)
 
 
 @triton.jit
-def _halves(words: tl.tensor) -> tl.tensor:
-    return (words & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True), (words >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+def _of_channels(numbers_ptr: tl.tensor, blocks: tl.tensor, K: tl.constexpr) -> tl.tensor:
+    """Float16 numbers of each quarter, of the blocks' channels: loaded in words, which loads in flight may be."""
+    words_ptr = numbers_ptr.to(tl.pointer_type(tl.uint32)) + blocks * (K.DIM // 2) + tl.arange(0, K.DIM // 4)[None, :]
+    lower, upper = tl.load(words_ptr), tl.load(words_ptr + K.DIM // 4)
+    return (
+        lower.to(tl.uint16).to(tl.float16, bitcast=True),
+        (lower >> 16).to(tl.uint16).to(tl.float16, bitcast=True),
+        upper.to(tl.uint16).to(tl.float16, bitcast=True),
+        (upper >> 16).to(tl.uint16).to(tl.float16, bitcast=True),
+    )
 
 
 @triton.jit
-def _channels(numbers_ptr: tl.tensor, K: tl.constexpr) -> tl.tensor:
-    words_ptr = numbers_ptr.to(tl.pointer_type(tl.uint32)) + tl.arange(0, K.DIM // 4)[None, :]
-    if _WORDS:
-        a, b = _halves(tl.load(words_ptr))
-        c, e = _halves(tl.load(words_ptr + K.DIM // 4))
-    else:
-        at = 2 * tl.arange(0, K.DIM // 4)[None, :]
-        C: tl.constexpr = K.DIM // 2
-        a, b = tl.load(numbers_ptr + at), tl.load(numbers_ptr + at + 1)
-        c, e = tl.load(numbers_ptr + C + at), tl.load(numbers_ptr + C + at + 1)
-    return a, b, c, e
+def decode_keys(
+    low_ptr: tl.tensor,
+    at: tl.tensor,
+    pointers: tl.tensor,
+    ids: tl.tensor,
+    blocks: tl.tensor,
+    there: tl.tensor,
+    K: tl.constexpr,
+    ELEMENT: tl.constexpr,
+) -> tl.tensor:
+    """Quarters of the keys of these ids, whose low codes begin `at` [T] words behind low_ptr; finite where they are
+    not there.
 
-
-@triton.jit
-def decode_keys(low_ptr, at, pointers, ids, block, there, K: tl.constexpr, ELEMENT: tl.constexpr) -> tl.tensor:
+    pointers: see `plane_pointers`. blocks: of 128 keys, each one's [T, 1] or that of all of them.
+    """
     codes_ptr, scales_ptr, offsets_ptr = pointers[0]
-    low = _load_shorts(low_ptr.to(tl.pointer_type(tl.uint16)), at * 2, there, K)
-    high = _load_shorts(codes_ptr.to(tl.pointer_type(tl.uint16)), ids.to(tl.int64) * (K.DIM // 4), there, K)
-    scales = _channels(scales_ptr + block * K.DIM, K)
-    offsets = _channels(offsets_ptr + block * K.DIM, K)
-    return _decode(low, high, scales, offsets, K, ELEMENT)
+    low = _load_shorts(low_ptr, at * 2, there, K)
+    high = _load_shorts(codes_ptr, ids.to(tl.int64) * (K.DIM // 4), there, K)
+    scales, offsets = _of_channels(scales_ptr, blocks, K), _of_channels(offsets_ptr, blocks, K)
+    return decode_quarters(low, high, scales, offsets, K, ELEMENT)
 
 
 @triton.jit
-def value_numbers(pointers, ids, there, K: tl.constexpr) -> tl.tensor:
+def value_numbers(pointers: tl.tensor, ids: tl.tensor, there: tl.tensor, K: tl.constexpr) -> tl.tensor:
+    """Scales and offsets [T] of values, of each half of the channels."""
     _, scales_ptr, offsets_ptr = pointers[1]
+    # `tl.cdiv` of two constants is none in Triton 3.6.
     GROUPS: tl.constexpr = (K.DIM + _VALUE_GROUP - 1) // _VALUE_GROUP
-    s = tl.load(scales_ptr + ids * GROUPS, mask=there, other=0.0)
-    o = tl.load(offsets_ptr + ids * GROUPS, mask=there, other=0.0)
-    s2, o2 = s, o
+    at = ids * GROUPS
+    scale, offset = tl.load(scales_ptr + at, mask=there, other=0.0), tl.load(offsets_ptr + at, mask=there, other=0.0)
+    last_scale, last_offset = scale, offset
     if GROUPS == 2:
-        s2 = tl.load(scales_ptr + ids * GROUPS + 1, mask=there, other=0.0)
-        o2 = tl.load(offsets_ptr + ids * GROUPS + 1, mask=there, other=0.0)
-    return s, s2, o, o2
+        last_scale = tl.load(scales_ptr + at + 1, mask=there, other=0.0)
+        last_offset = tl.load(offsets_ptr + at + 1, mask=there, other=0.0)
+    return scale, last_scale, offset, last_offset
 
 
 @triton.jit
-def decode_values(low_ptr, at, pointers, ids, there, numbers, K: tl.constexpr, ELEMENT: tl.constexpr) -> tl.tensor:
-    codes_ptr, scales_ptr, offsets_ptr = pointers[1]
-    low = _load_shorts((low_ptr + K.DIM // 8).to(tl.pointer_type(tl.uint16)), at * 2, there, K)
-    high = _load_shorts(codes_ptr.to(tl.pointer_type(tl.uint16)), ids.to(tl.int64) * (K.DIM // 4), there, K)
-    s, s2, o, o2 = numbers
-    s, s2, o, o2 = s[:, None], s2[:, None], o[:, None], o2[:, None]
-    return _decode(low, high, (s, s, s2, s2), (o, o, o2, o2), K, ELEMENT)
+def decode_values(
+    low_ptr: tl.tensor,
+    at: tl.tensor,
+    pointers: tl.tensor,
+    ids: tl.tensor,
+    numbers: tl.tensor,
+    there: tl.tensor,
+    K: tl.constexpr,
+    ELEMENT: tl.constexpr,
+) -> tl.tensor:
+    """Quarters of values, as `decode_keys` has keys: `at` says where the low codes of the keys before them begin."""
+    low = _load_shorts(low_ptr + K.DIM // 8, at * 2, there, K)
+    high = _load_shorts(pointers[1][0], ids.to(tl.int64) * (K.DIM // 4), there, K)
+    a, b, c, d = numbers[0][:, None], numbers[1][:, None], numbers[2][:, None], numbers[3][:, None]
+    return decode_quarters(low, high, (a, a, b, b), (c, c, d, d), K, ELEMENT)
 
 
 @triton.jit
@@ -179,12 +207,14 @@ def load_part(
     K: tl.constexpr,
     ELEMENT: tl.constexpr,
 ) -> tl.tensor:
+    """Keys, or VALUES, [T, d] whose rows begin `where` [T] elements behind rows_ptr, in one piece or in two planes."""
     if K.PLANES and VALUES:
         numbers = value_numbers(pointers, ids, there, K)
-        part = whole_rows(decode_values(rows_ptr, where, pointers, ids, there, numbers, K, ELEMENT))
+        part = _in_order(_joined(decode_values(rows_ptr, where, pointers, ids, numbers, there, K, ELEMENT))).to(ELEMENT)
     elif K.PLANES:
         known = tl.maximum(ids, 0)
-        part = whole_rows(decode_keys(rows_ptr, where, pointers, known, (known // _BLOCK)[:, None], there, K, ELEMENT))
+        quarters = decode_keys(rows_ptr, where, pointers, known, (known // _BLOCK)[:, None], there, K, ELEMENT)
+        part = _in_order(_joined(quarters)).to(ELEMENT)
     else:
         at = where[:, None] + tl.arange(0, K.DIM)[None, :]
         begin = rows_ptr + K.DIM if VALUES else rows_ptr
@@ -193,43 +223,57 @@ def load_part(
 
 
 @triton.jit
-def _attend_planes(q, rows_ptr, pointers, begin, end, state, scale_log2, STAGES: tl.constexpr, K: tl.constexpr):
+def _in_float16(q: tl.tensor) -> tl.tensor:
+    """Queries [X, d] over powers of two, so that the largest channel of each is 2^14 or more, and what 1 is, [X, 1]."""
+    numbers = q.to(tl.float32)
+    powers = (tl.max(tl.abs(numbers), 1).to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
+    units = (tl.maximum(powers, _LEAST_POWER) / _LARGEST)[:, None]
+    return (numbers / units).to(tl.float16), units
+
+
+@triton.jit
+def _attend_planes(
+    q: tl.tensor,
+    rows_ptr: tl.tensor,
+    pointers: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    state: tl.tensor,
+    scale_log2: tl.tensor,
+    STAGES: tl.constexpr,
+    K: tl.constexpr,
+) -> tl.tensor:
+    """`attend_run` of rows in two planes. Values' scales are loaded a tile ahead, since loads in flight are words."""
+    tl.static_assert(_BLOCK % K.TILE == 0)  # the keys of a tile share scales and offsets
+    if q.dtype != tl.float32:
+        q, units = _in_float16(q)
+        scale_log2 *= units
+    lift: tl.constexpr = 0.0 if q.dtype == tl.float32 else _LIFT
     peaks, totals, sums = state
-    tl.static_assert(_BLOCK % K.TILE == 0)
-    q0, q1, q2, q3 = quarters(q)
-    s0, s1, s2, s3 = quarters(sums)
+    q, sums = _apart(q), _apart(sums)
+    if K.X > HEAD_TILE:
+        q, sums = (_joined(q),), (_joined(sums),)
     n = begin + tl.arange(0, K.TILE)
     numbers = value_numbers(pointers, n, n < end, K)
     for start in tl.range(begin, end, K.TILE, num_stages=STAGES):
         n = start + tl.arange(0, K.TILE)
         there = n < end
         at = n.to(tl.int64) * (K.DIM // 4)
-        k0, k1, k2, k3 = decode_keys(rows_ptr, at, pointers, n, start // _BLOCK, there, K, q.dtype)
-        logits = tl.dot(q0, tl.trans(k0), input_precision=K.PRECISION)
-        logits = tl.dot(q1, tl.trans(k1), logits, input_precision=K.PRECISION)
-        logits = tl.dot(q2, tl.trans(k2), logits, input_precision=K.PRECISION)
-        logits = tl.dot(q3, tl.trans(k3), logits, input_precision=K.PRECISION)
-        if not _CARRY:
-            numbers = value_numbers(pointers, n, there, K)
-        v0, v1, v2, v3 = decode_values(rows_ptr, at, pointers, n, there, numbers, K, q.dtype)
-        if _CARRY:
-            numbers = value_numbers(pointers, n + K.TILE, n + K.TILE < end, K)
+        k = decode_keys(rows_ptr, at, pointers, n, start // _BLOCK, there, K, q[0].dtype)
+        v = decode_values(rows_ptr, at, pointers, n, numbers, there, K, q[0].dtype)
+        numbers = value_numbers(pointers, n + K.TILE, n + K.TILE < end, K)
+        if K.X > HEAD_TILE:
+            k, v = (_joined(k),), (_joined(v),)
+        logits = tl.zeros([K.X, K.TILE], tl.float32)
+        for part in tl.static_range(len(q)):
+            logits = tl.dot(q[part], tl.trans(k[part]), logits, input_precision=K.PRECISION)
         logits = tl.where(there[None, :], logits * scale_log2, float("-inf"))
-        peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, logits, False)
-        s0 = add_weighted(s0 * shrink[:, None], weights, v0, False, K)
-        s1 = add_weighted(s1 * shrink[:, None], weights, v1, False, K)
-        s2 = add_weighted(s2 * shrink[:, None], weights, v2, False, K)
-        s3 = add_weighted(s3 * shrink[:, None], weights, v3, False, K)
-    return peaks, totals, whole_rows((s0, s1, s2, s3))
-
-
-@triton.jit
-def _in_float16(q: tl.tensor) -> tl.tensor:
-    """Queries [X, d] over powers of two, so that the largest channel of each is 2^14 or more, and what 1 is, [X, 1]."""
-    numbers = q.to(tl.float32)
-    powers = (tl.max(tl.abs(numbers), 1).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    units = (tl.maximum(powers, 2.0**-100) / 2.0**14)[:, None]
-    return (numbers / units).to(tl.float16), units
+        peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, logits, False, lift)
+        larger = ()
+        for part in tl.static_range(len(q)):
+            larger += (add_weighted(sums[part] * shrink[:, None], weights, v[part], False, K),)
+        sums = larger
+    return peaks, totals, _in_order(_joined(sums) if len(sums) > 1 else sums[0])
 
 
 @triton.jit
@@ -249,13 +293,10 @@ def attend_run(
     pointers: see `plane_pointers`; without, rows are in one piece. Of planes begin is a multiple of TILE.
     """
     peaks, totals, sums = state
-    d = tl.arange(0, K.DIM)
     if len(pointers) > 0:
-        if q.dtype != tl.float32:
-            q, units = _in_float16(q)
-            scale_log2 *= units
         peaks, totals, sums = _attend_planes(q, rows_ptr, pointers, begin, end, state, scale_log2, STAGES, K)
     else:
+        d = tl.arange(0, K.DIM)
         for start in tl.range(begin, end, K.TILE, num_stages=STAGES):
             n = start + tl.arange(0, K.TILE)
             there = n < end

@@ -332,10 +332,12 @@ class SharedShape:
     programs: int = 2
 
 
-def shared_shape(group: int, head_dim: int, planes: bool) -> SharedShape:
+def shared_shape(group: int, head_dim: int, planes: bool, size: int) -> SharedShape:
     """Of launches for layers of that shape: sums have room in registers, of one program on a multiprocessor or two."""
     # The heads of such a group are found in a large tile by divisions, which take registers.
     uneven = group & (group - 1) != 0
+    if head_dim <= 128 and planes and size * group <= FEW_ROWS:
+        return SharedShape(rows=FEW_ROWS, warps=2, programs=4)
     if head_dim > 128 and planes:  # decoding long rows leaves none for a large tile
         return SharedShape(rows=FEW_ROWS, tile=16, stages=5)
     if head_dim > 128 and uneven:

@@ -204,7 +204,7 @@ def packed_us(memory: SharedMemory, figure: Figure) -> dict[str, float]:
 def measure(memory: SharedMemory, figure: Figure, bandwidth: float, flashinfer: bool) -> dict[str, Any]:
     """The figure's row. Raises CheckFailedError for a wrong output."""
     group, head_dim = memory.q.shape[3:]
-    shape = shared_shape(group, head_dim, bool(memory.planes))
+    shape = shared_shape(group, head_dim, bool(memory.planes), figure.sessions)
     row: dict[str, Any] = {
         "figure": figure.name,
         "tokens": figure.length,
