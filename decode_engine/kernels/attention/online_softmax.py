@@ -69,8 +69,7 @@ class AttendConstants(NamedTuple):
         whole, up = queries.dtype == torch.float32, triton.next_power_of_2(segments)
         numbers = (
             heads, group, head_dim, rows, tile, 1 if whole else stages, "ieee" if whole else "tf32", planes,
-            head_dim // 8 if planes else head_dim, segments, up, located,
-            queries.is_cuda,
+            head_dim // 8 if planes else head_dim, segments, up, located, queries.is_cuda,
         )  # fmt: skip
         return cls(*map(tl.constexpr, numbers))
 
@@ -100,9 +99,11 @@ def no_keys_yet(K: tl.constexpr) -> tl.tensor:
 def tile_logits(
     q: tl.tensor, keys: tl.tensor, there: tl.tensor, scale_log2: tl.tensor, K: tl.constexpr
 ) -> tl.tensor:
-    """Logits of the keys that are there [N]."""
-    logits = tl.dot(q, tl.trans(keys), input_precision=K.PRECISION) * scale_log2
-    return tl.where(there[None, :], logits, float("-inf"))
+    """Logits of the keys that are there [N]. Queries and keys are tuples, of as many parts of their channels."""
+    logits = tl.dot(q[0], tl.trans(keys[0]), input_precision=K.PRECISION)
+    for part in tl.static_range(1, len(q)):
+        logits = tl.dot(q[part], tl.trans(keys[part]), logits, input_precision=K.PRECISION)
+    return tl.where(there[None, :], logits * scale_log2, float("-inf"))
 
 
 @triton.jit
@@ -162,12 +163,19 @@ def attend_tile(
     state: tl.tensor,
     scale_log2: tl.tensor,
     K: tl.constexpr,
+    LIFT: tl.constexpr = 0.0,
 ) -> tl.tensor:
-    """Peaks, totals and sums with a tile of keys, of which some are there [N], and nothing is taken off."""
+    """Peaks, totals and sums with a tile of keys, of which some are there [N], and nothing is taken off. LIFT: `grow`.
+
+    Queries, keys, values and sums are tuples, of as many parts of their channels.
+    """
     peaks, totals, sums = state
     logits = tile_logits(q, keys, there, scale_log2, K)
-    peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, logits, False)
-    return peaks, totals, add_weighted(sums * shrink[:, None], weights, values, False, K)
+    peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, logits, False, LIFT)
+    larger = ()
+    for part in tl.static_range(len(q)):
+        larger += (add_weighted(sums[part] * shrink[:, None], weights, values[part], False, K),)
+    return peaks, totals, larger
 
 
 _AT_ONCE, _WIDTH = 8192, 128

@@ -180,7 +180,7 @@ def test_keys_leave_their_clusters() -> None:
     ("lengths", "tails", "context_of", "group", "head_dim"),
     [
         ([300, 63], (130, 0), [0, None, 1], 1, 64),
-        ([140], (3, 64, 0, 9, 1), [0] * 5, 4, 128),
+        ([140], (3, 64, 0, 9, 1), [0] * 9, 4, 128),
         ([129], (70,), [0], 4, 64),
         ([140], (3, 64, 0), [0] * 3, 16, 128),
         ([129], (70, 9), [0] * 2, 9, 256),
@@ -194,17 +194,17 @@ def test_everything_is_attended_once_for_all_sessions(
     group: int,
     head_dim: int,
 ) -> None:
-    """Five sessions of four heads are a large tile."""
+    """Nine sessions of four heads are a large tile."""
     made, _ = with_planes(
         make_problem(
             lengths, heads=2, group=group, head_dim=head_dim, tails=tails, dtype=dtype, device=DEVICE
         )
     )
-    check_shared(made, context_of, tails, dtype)
+    check_shared(made, context_of, tails, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sessions", [1, 5])
+@pytest.mark.parametrize("sessions", [1, 9])
 @pytest.mark.parametrize("case", ["offsets", "large", "tiny", "mixed", "dominant", "flat"])
 def test_hard_rows(case: str, sessions: int, dtype: torch.dtype) -> None:
     """Channels far from zero, large, small, or both beside each other; one key with all the weight, or none."""
@@ -225,20 +225,23 @@ def test_hard_rows(case: str, sessions: int, dtype: torch.dtype) -> None:
     rows = torch.stack([keys * factors, values * (factors if case != "mixed" else 1.0)], dim=2).to(dtype)
     made = replace(made, sequences=(replace(sequence, kv_HN2D=rows),))
     coded, _ = with_planes(made)
-    check_shared(coded, [0] * sessions, (0,), dtype, 1.0 / factors)
+    tolerance = TOLERANCE[dtype]
+    if case == "offsets" and dtype == torch.float16:
+        tolerance = 2.0**-7  # to which float16 rounds numbers from 16 to 32, as most offsets of keys are
+    check_shared(coded, [0] * sessions, (0,), tolerance, 1.0 / factors)
 
 
 def check_shared(
     made: Problem,
     context_of: list[int | None],
     tails: tuple[int, ...],
-    dtype: torch.dtype,
+    tolerance: float,
     factors: float | Tensor = 1.0,
 ) -> None:
     """Attention to everything is that to the decoded rows. factors: of queries."""
     heads, (_, group, head_dim) = made.heads, made.q_RGD.shape
     batch = Shared.of(made, context_of, tails)
-    batch.q_BHGD.copy_((batch.q_BHGD * factors).to(dtype))
+    batch.q_BHGD.copy_(batch.q_BHGD * factors)
     shape = shared_shape(group, head_dim, True, len(context_of))
     groups = RowGroups.allocate(len(context_of), 2, group, shape.rows, batch.q_BHGD.device)
     groups.arrange(batch.seats())
@@ -252,10 +255,10 @@ def check_shared(
             assert not out[b].any()
             continue
         sequence = made.sequences[context]
-        rows_HN2D = torch.cat([sequence.kv_HN2D.to(dtype), batch.tails[b]], dim=1)
+        rows_HN2D = torch.cat([sequence.kv_HN2D.to(batch.q_BHGD), batch.tails[b]], dim=1)
         expected = attend_dense_reference(batch.q_BHGD[b], rows_HN2D, made.scale)
-        assert relative_error(out[b], expected.out) < TOLERANCE[dtype]
-        torch.testing.assert_close(lse[b], expected.lse, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        assert relative_error(out[b], expected.out) < tolerance
+        torch.testing.assert_close(lse[b], expected.lse, rtol=tolerance, atol=tolerance)
 
 
 @dataclass(frozen=True)

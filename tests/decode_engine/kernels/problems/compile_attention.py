@@ -39,10 +39,8 @@ def main() -> None:
     with compile_for_gpu.InHostMemory():
         for shape in SHAPES:
             for planes in (False, True):
-                where, shared = (
-                    f"{shape} {planes}",
-                    shared_shape(*shape, planes, compile_for_gpu.SIZE).programs,
-                )
+                where = f"{shape} {planes}"
+                shared = shared_shape(*shape, planes, compile_for_gpu.SIZE).programs
                 compile_for_gpu.take_steps(*shape, ("full",), planes=planes)
                 if coarse_refusal(*shape, (4, 4), 1, compile_for_gpu.KEYS) is None:
                     compile_for_gpu.take_steps(*shape, ("refined",), "hybrid", planes=planes)
