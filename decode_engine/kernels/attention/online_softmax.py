@@ -34,7 +34,7 @@ class AttendConstants(NamedTuple):
     HEADS: KV heads. GROUP: query heads of each. DIM: channels. X: query rows of a tile. TILE: keys of an iteration.
     STAGES: iterations whose loads are in flight. PRECISION: how dots multiply float32. PLANES: contexts' rows are in
     two planes. WIDTH: elements of a key as it is stored. SEGMENTS: of a list, SEGMENTS_TILE the next power of two.
-    LOCATED: rows may be in slots.
+    LOCATED: rows may be in slots. ASSEMBLY: on a device.
     """
 
     HEADS: tl.constexpr
@@ -49,6 +49,7 @@ class AttendConstants(NamedTuple):
     SEGMENTS: tl.constexpr
     SEGMENTS_TILE: tl.constexpr
     LOCATED: tl.constexpr
+    ASSEMBLY: tl.constexpr
 
     @classmethod
     def of(
@@ -68,7 +69,7 @@ class AttendConstants(NamedTuple):
         whole, up = queries.dtype == torch.float32, triton.next_power_of_2(segments)
         numbers = (
             heads, group, head_dim, rows, tile, 1 if whole else stages, "ieee" if whole else "tf32", planes,
-            head_dim // 8 if planes else head_dim, segments, up, located,
+            head_dim // 8 if planes else head_dim, segments, up, located, queries.is_cuda,
         )  # fmt: skip
         return cls(*map(tl.constexpr, numbers))
 
@@ -98,9 +99,11 @@ def no_keys_yet(K: tl.constexpr) -> tl.tensor:
 def tile_logits(
     q: tl.tensor, keys: tl.tensor, there: tl.tensor, scale_log2: tl.tensor, K: tl.constexpr
 ) -> tl.tensor:
-    """Logits of the keys that are there [N]."""
-    logits = tl.dot(q, tl.trans(keys), input_precision=K.PRECISION) * scale_log2
-    return tl.where(there[None, :], logits, float("-inf"))
+    """Logits of the keys that are there [N]. Queries and keys are tuples, of as many parts of their channels."""
+    logits = tl.dot(q[0], tl.trans(keys[0]), input_precision=K.PRECISION)
+    for part in tl.static_range(1, len(q)):
+        logits = tl.dot(q[part], tl.trans(keys[part]), logits, input_precision=K.PRECISION)
+    return tl.where(there[None, :], logits * scale_log2, float("-inf"))
 
 
 @triton.jit
@@ -119,12 +122,13 @@ def grow(
     factors: tl.tensor,
     away: tl.tensor,
     TAKE: tl.constexpr,
+    LIFT: tl.constexpr = 0.0,
 ) -> tl.tensor:
     """Peaks and totals with more logits, what earlier sums shrink by [X], and the new weights [X, N].
 
-    factors: of the weights. TAKE: the weights of logits `away` are taken off.
+    factors: of the weights. TAKE: the weights of logits `away` are taken off. LIFT: peaks stay so far below logits.
     """
-    highest = tl.max(logits, 1)
+    highest = tl.max(logits, 1) - LIFT
     if TAKE:
         highest = tl.maximum(highest, tl.max(away, 1))
     higher, base, shrink = raise_peaks(peaks, highest)
@@ -159,12 +163,19 @@ def attend_tile(
     state: tl.tensor,
     scale_log2: tl.tensor,
     K: tl.constexpr,
+    LIFT: tl.constexpr = 0.0,
 ) -> tl.tensor:
-    """Peaks, totals and sums with a tile of keys, of which some are there [N], and nothing is taken off."""
+    """Peaks, totals and sums with a tile of keys, of which some are there [N], and nothing is taken off. LIFT: `grow`.
+
+    Queries, keys, values and sums are tuples, of as many parts of their channels.
+    """
     peaks, totals, sums = state
     logits = tile_logits(q, keys, there, scale_log2, K)
-    peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, logits, False)
-    return peaks, totals, add_weighted(sums * shrink[:, None], weights, values, False, K)
+    peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, logits, False, LIFT)
+    larger = ()
+    for part in tl.static_range(len(q)):
+        larger += (add_weighted(sums[part] * shrink[:, None], weights, values[part], False, K),)
+    return peaks, totals, larger
 
 
 _AT_ONCE, _WIDTH = 8192, 128

@@ -332,17 +332,23 @@ class SharedShape:
     programs: int = 2
 
 
-def shared_shape(group: int, head_dim: int, planes: bool) -> SharedShape:
-    """Of launches for layers of that shape: sums have room in registers, of one program on a multiprocessor or two."""
+def shared_shape(group: int, head_dim: int, planes: bool, size: int) -> SharedShape:
+    """Of launches for layers of that shape and so many sequences: sums of all programs of a processor fit registers."""
     # The heads of such a group are found in a large tile by divisions, which take registers.
     uneven = group & (group - 1) != 0
-    if head_dim > 128 and planes:  # decoding long rows leaves none for a large tile
-        return SharedShape(rows=FEW_ROWS, tile=16, stages=5)
+    if planes and head_dim > 128:  # decoding long rows leaves none for a large tile
+        return SharedShape(rows=FEW_ROWS, tile=32, stages=2, warps=2, programs=4)
+    if (
+        planes and size * group <= 2 * FEW_ROWS
+    ):  # two small tiles, of fewer warps that wait, are as fast as a large one
+        return SharedShape(rows=FEW_ROWS, warps=2, programs=4)
+    if planes:
+        return SharedShape(tile=128)
     if head_dim > 128 and uneven:
         return SharedShape(many_tile=32, warps=8, programs=1)
     if head_dim > 128:
         return SharedShape(rows=128, stages=2, many_stages=2, warps=8, programs=1)
-    if head_dim == 128 and not planes and uneven and group > 8:
+    if head_dim == 128 and uneven and group > 8:
         return SharedShape(many_tile=32, many_stages=4)
     return SharedShape()
 

@@ -482,7 +482,7 @@ def attend_kernel(
         )  # fmt: skip
         tile_keys = load_part(rows_ptr, where, pointers, ids, valid, False, K, element)
         values = load_part(rows_ptr, where, pointers, ids, valid, True, K, element)
-        logits = tile_logits(q, tile_keys, valid, scale, K)
+        logits = tile_logits((q,), (tile_keys,), valid, scale, K)
         means = logits
         if TAKE > 0:
             cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)

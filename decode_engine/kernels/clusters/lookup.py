@@ -294,7 +294,7 @@ def lookup_kernel(
             units = tl.load(units_ptr + at, mask=exists, other=0.0)
         if ATTEND:
             values = tl.load(values_ptr + offsets)
-        logits = tile_logits(q, means, sizes > 0, scale_log2, K)
+        logits = tile_logits((q,), (means,), sizes > 0, scale_log2, K)
         into = at[None, :] * K.GROUP + heads[:, None]
         inside = (heads[:, None] < K.GROUP) & exists[None, :]
         tl.store(logits_ptr + into, logits, mask=inside)

@@ -262,7 +262,8 @@ def attend_rows(
         row_ptrs = kv_ptr + tl.multiple_of(offset, 8)[:, None] + d[None, :]
         k = tl.load(row_ptrs, mask=there[:, None], other=0.0)
         v = tl.load(row_ptrs + K.DIM, mask=there[:, None], other=0.0)
-        peaks, totals, sums = attend_tile(q, k, v, there, (peaks, totals, sums), scale_log2, K)
+        peaks, totals, larger = attend_tile((q,), (k,), (v,), there, (peaks, totals, (sums,)), scale_log2, K)
+        sums = larger[0]
     return peaks, totals, sums
 
 

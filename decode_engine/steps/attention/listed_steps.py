@@ -57,7 +57,7 @@ class DenseSteps(StepAttention):
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
         self._scale = plan.model.head_dim**-0.5
-        self._shape = shared_shape(plan.group, plan.model.head_dim, plan.planes)
+        self._shape = shared_shape(plan.group, plan.model.head_dim, plan.planes, plan.size)
         programs = shared_programs(self._shape, plan.model.kv_heads, plan.device)
         self._groups = RowGroups.allocate(
             plan.size, programs, plan.group, self._shape.rows, plan.device, plan.queue

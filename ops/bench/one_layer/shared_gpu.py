@@ -1,12 +1,14 @@
 """Exact decode attention of many sessions on one context on a GPU, against torch's attention to it with all queries.
 
 usage: python ops/bench/one_layer/shared_gpu.py [--bars] [--figures one-128k,mixed] [--head-dim 256] [--group 16]
-    [--flashinfer]
+    [--flashinfer] [--rows int8]
 
 Regime: one layer of a decode step, 8 KV heads with 4 query heads each or as many as --group says, head dimension 128
 or, with --head-dim, 64 or 256, bfloat16; contexts in the GPU's memory, sessions with tails of 64 keys of their own. Two
 layers' worth or more take turns, so that no step finds its data in the second-level cache. Numbers are random: time
 does not depend on what they mean.
+
+With `--rows int8` contexts have their rows in 8 bits, and torch reads what these decode to.
 
 `one-LENGTH`: 1, 4, 16 and 64 sessions on one context. `mixed`: 8, 4, 2, 1 and 1 sessions on five contexts of 128K keys.
 
@@ -34,7 +36,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -54,9 +56,14 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.shared_attention import Seat, shared_shape
+from decode_engine.kernels.coarse.reference import CoarseSequence
 from decode_engine.kernels.families import ATTENTION
 from decode_engine.steps.attention.listed_steps import DenseSteps
+from index_store.indexes.coarse_rows.coding_numba import code_rows
+from index_store.indexes.coarse_rows.parameters import BLOCK, value_groups
+from index_store.indexes.coarse_rows.two_planes import TwoPlanes, find_low_plane
 from index_store.methods.presets import METHODS
+from index_store.store.description.dtypes import AS_DTYPE, INT8, ROW_CODINGS
 
 TAIL = 64
 RATIO_BAR, ONE_BAR, BYTES_BAR = 1.05, 1.15, 1.1
@@ -93,9 +100,17 @@ class SharedMemory:
     """Contexts, queries and tails of several layers, for as many sessions as the largest figure has."""
 
     def __init__(
-        self, length: int, contexts: int, sessions: int, head_dim: int = HEAD_DIM, group: int = GROUP
+        self,
+        length: int,
+        contexts: int,
+        sessions: int,
+        head_dim: int = HEAD_DIM,
+        group: int = GROUP,
+        coded: bool = False,
     ) -> None:
-        self.row_bytes = 2 * head_dim * DTYPE.itemsize
+        groups = value_groups(head_dim, BLOCK)
+        coded_bytes = 2 * head_dim + 4 * groups + 4 * head_dim // BLOCK
+        self.row_bytes = coded_bytes if coded else 2 * head_dim * DTYPE.itemsize
         self.layers = max(2, min(8, -(-COLD_BYTES // (contexts * KV_HEADS * length * self.row_bytes))))
 
         def normal(*shape: int) -> Tensor:
@@ -104,6 +119,15 @@ class SharedMemory:
         self.kv = normal(self.layers, contexts, KV_HEADS, length, 2, head_dim)
         self.q = 3 * normal(self.layers, sessions, KV_HEADS, group, head_dim)
         self.tail = normal(sessions, KV_HEADS, TAIL, 2, head_dim)
+        self.planes: list[list[TwoPlanes]] = []
+        for layer in self.kv if coded else ():
+            self.planes.append([])
+            for kv in layer:
+                coarse = code_rows(kv, 0, 4, 4, groups)
+                self.planes[-1].append(TwoPlanes(coarse, find_low_plane(kv, coarse), DTYPE))
+                for head in range(KV_HEADS):
+                    some = slice(head, head + 1)
+                    kv[some] = self.planes[-1][-1].heads(some).decode(0, length).to(DTYPE)
 
     def records(self, layer: int, contexts: Sequence[int]) -> Tensor:
         """[B, RECORD_FIELDS] on the device, for sessions on these contexts."""
@@ -112,6 +136,12 @@ class SharedMemory:
             for address, found in ((records.KV, self.kv[layer, context]), (records.TAIL, self.tail[b])):
                 rows[b, address] = found.data_ptr()
                 rows[b, address + 1] = found.stride(0) * found.element_size()
+            if self.planes:
+                planes = self.planes[layer][context]
+                fields = CoarseSequence(planes.coarse, 0, self.kv.shape[3], 0).fields()
+                fields |= {records.KV: planes.data_ptr(), records.KV_HEAD: planes.low_HN2C.stride(0)}
+                for field, value in fields.items():
+                    rows[b, field] = value
             rows[b, records.KEYS], rows[b, records.TAIL_KEYS] = self.kv.shape[3], TAIL
         return rows.to(DEVICE)
 
@@ -139,7 +169,7 @@ class Bench:
         plan = step_plan(
             METHODS["full"], memory.layers, figure.sessions, figure.length, head_dim=head_dim, group=group
         )
-        self.attention = DenseSteps(plan)
+        self.attention = DenseSteps(replace(plan, planes=bool(memory.planes)))
         seats = [Seat(b, context, figure.length, TAIL) for b, context in enumerate(self.contexts)]
         self.attention.arrange(seats, False)
         self.records = [memory.records(layer, self.contexts) for layer in range(memory.layers)]
@@ -174,7 +204,7 @@ def packed_us(memory: SharedMemory, figure: Figure) -> dict[str, float]:
 def measure(memory: SharedMemory, figure: Figure, bandwidth: float, flashinfer: bool) -> dict[str, Any]:
     """The figure's row. Raises CheckFailedError for a wrong output."""
     group, head_dim = memory.q.shape[3:]
-    shape = shared_shape(group, head_dim, False)
+    shape = shared_shape(group, head_dim, bool(memory.planes), figure.sessions)
     row: dict[str, Any] = {
         "figure": figure.name,
         "tokens": figure.length,
@@ -221,10 +251,11 @@ def rows_of(
     group: int,
     bandwidth: float,
     flashinfer: bool,
+    coded: bool,
 ) -> Iterator[dict[str, Any]]:
     """Of figures that share a memory; an error does not end the others."""
     sessions = max(figure.sessions for figure in figures)
-    memory = SharedMemory(figures[0].length, len(figures[0].groups), sessions, head_dim, group)
+    memory = SharedMemory(figures[0].length, len(figures[0].groups), sessions, head_dim, group, coded)
     one: float | None = None
     for figure in figures:
         try:
@@ -247,6 +278,7 @@ def main(
     flashinfer: Annotated[
         bool, typer.Option("--flashinfer", help="Also time FlashInfer, on one context.")
     ] = False,
+    rows: Annotated[str, typer.Option(help="Of contexts: dtype or int8.")] = AS_DTYPE,
 ) -> None:
     """Times one layer's exact decode attention of many sessions on one context; one JSON line per figure."""
     prefixes = tuple(figures.split(",")) if figures else ("",)
@@ -255,12 +287,14 @@ def main(
         raise typer.BadParameter(refusal)
     if flashinfer:
         load_flashinfer()  # refused before any work where it is missing
+    if rows not in ROW_CODINGS:
+        raise typer.BadParameter(f"rows are {rows!r}, expected one of {', '.join(ROW_CODINGS)}")
     chosen = [figure for figure in FIGURES if figure.name.startswith(prefixes)]
     with reporting("shared_gpu", bars) as report:
         torch.manual_seed(0)
         bandwidth = copy_bandwidth()
         for _, some in groupby(chosen, key=lambda figure: figure.name):
-            for row in rows_of(list(some), head_dim, group, bandwidth, flashinfer):
+            for row in rows_of(list(some), head_dim, group, bandwidth, flashinfer, rows == INT8):
                 report.add(row, *(missed(row) if "error" not in row else ()))
             torch.cuda.empty_cache()
 

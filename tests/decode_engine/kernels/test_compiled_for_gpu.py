@@ -38,7 +38,7 @@ def test_kernels_of_captured_steps_compile() -> None:
 
 
 SPILLED = 96
-"""Bytes a thread, outside of loops, where 128 query heads of 256 channels have one program's registers."""
+"""Bytes a thread, outside of loops, where query heads of 256 channels have all registers."""
 
 
 @pytest.mark.nightly
@@ -53,6 +53,6 @@ def test_programs_have_room_and_need_no_local_memory() -> None:
     kernels = {name.partition(" ")[0] for name in figures}
     assert kernels == set(compile_attention.KERNELS)
     for name, taken in figures.items():
-        long_rows = name.startswith("shared_kernel") and name.endswith("256) False")
+        long_rows = name.startswith("shared_kernel") and "256)" in name
         assert taken["local"] <= (SPILLED if long_rows else 0), name
         assert taken["programs"], name

@@ -265,7 +265,7 @@ class Batch:
             groups,
             partials,
             head_dim**-0.5,
-            shared_shape(group, head_dim, False),
+            shared_shape(group, head_dim, False, size),
         )
         out, lse = merge_partials_reference(partials, slots_B=groups.slots_B)
         return out.view(size, heads, group, head_dim), lse.view(size, heads, group)
@@ -306,7 +306,7 @@ def test_shared_attention(
     programs: int,
 ) -> None:
     batch = Batch.make(lengths, context_of, tails, group=group, head_dim=head_dim, dtype=dtype)
-    many_rows = shared_shape(group, head_dim, False).rows
+    many_rows = shared_shape(group, head_dim, False, 5).rows
     groups = RowGroups.allocate(len(tails), programs, group, many_rows, batch.q_BHGD.device)
     groups.arrange(batch.seats())
     batch.check(*batch.attend(groups))
@@ -315,7 +315,7 @@ def test_shared_attention(
 @pytest.mark.parametrize(("group", "head_dim"), [(4, 64), (16, 256)])
 def test_steady_attention_is_the_same_bits_beside_others(group: int, head_dim: int) -> None:
     batch = Batch.make([130, 20], [0, 1, 0, 0, 0, 0], [70, 1, 0, 5, 3, 2], group=group, head_dim=head_dim)
-    many_rows = shared_shape(group, head_dim, False).rows
+    many_rows = shared_shape(group, head_dim, False, 5).rows
     groups = RowGroups.allocate(6, 2, group, many_rows, batch.q_BHGD.device)
     groups.arrange(batch.seats(), steady=True)
     out, lse = batch.attend(groups)

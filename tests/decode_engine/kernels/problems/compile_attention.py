@@ -17,7 +17,7 @@ from decode_engine.kernels.families import coarse_refusal
 from tests.decode_engine.kernels.problems import compile_for_gpu
 from tests.decode_engine.kernels.problems.compile_warp_kernels import resources
 
-SHAPES = ((9, 128), (16, 128), (2, 256), (8, 256), (9, 256), (16, 256))
+SHAPES = ((4, 128), (9, 128), (16, 128), (2, 256), (8, 256), (9, 256), (16, 256))
 """Query heads of a KV head, and channels."""
 KERNELS = ("shared_kernel", "attend_kernel", "window_kernel", "find_kernel")
 
@@ -39,7 +39,8 @@ def main() -> None:
     with compile_for_gpu.InHostMemory():
         for shape in SHAPES:
             for planes in (False, True):
-                where, shared = f"{shape} {planes}", shared_shape(*shape, planes).programs
+                where = f"{shape} {planes}"
+                shared = shared_shape(*shape, planes, compile_for_gpu.SIZE).programs
                 compile_for_gpu.take_steps(*shape, ("full",), planes=planes)
                 if coarse_refusal(*shape, (4, 4), 1, compile_for_gpu.KEYS) is None:
                     compile_for_gpu.take_steps(*shape, ("refined",), "hybrid", planes=planes)

@@ -130,13 +130,13 @@ def test_wrong_attention_of_refined_is_not_timed(
     check_that_wrong_results_are_refused(steps, "was not written")
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (256, 16)])
+@pytest.mark.parametrize(("head_dim", "group", "coded"), [(128, 4, False), (128, 4, True), (256, 16, False)])
 def test_wrong_attention_of_many_sessions_is_not_timed(
-    head_dim: int, group: int, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, group: int, coded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = load("shared_gpu", monkeypatch)
     figure = bench.Figure("small", 128, (5, 1))
-    memory = bench.SharedMemory(128, 2, 6, head_dim, group)
+    memory = bench.SharedMemory(128, 2, 6, head_dim, group, coded)
     steps = bench.Bench(memory, figure)
     steps.check()
     right = steps.attention.attend
