@@ -16,7 +16,7 @@ Kernels in Gluon call these functions, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -46,10 +46,10 @@ def passes(scores: tl.tensor, drawn: tl.tensor, cut: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def load_cut(cut_ptr: tl.tensor) -> tl.tensor:
-    """A cut that a launch before left; past the first-level cache, which may hold an earlier layer's."""
-    least = tl.load(cut_ptr, cache_modifier=".cg")
-    return least, tl.load(cut_ptr + 1, cache_modifier=".cg"), tl.load(cut_ptr + 2, cache_modifier=".cg")
+def load_cut(cut_ptr: tl.tensor, PAST: tl.constexpr) -> tl.tensor:
+    """A cut that a launch before left. PAST: ".cg" past the first-level cache, which may hold an earlier layer's."""
+    least, above = tl.load(cut_ptr, cache_modifier=PAST), tl.load(cut_ptr + 1, cache_modifier=PAST)
+    return least, above, tl.load(cut_ptr + 2, cache_modifier=PAST)
 
 
 @triton.jit
@@ -138,9 +138,7 @@ def sampled_cut_reference(
     return least, above, draws_below_reference((wanted - over) / inside.clamp(min=1)).to(scores.device)
 
 
-def passes_reference(
-    scores: Tensor, drawn: Tensor, cut: tuple[int | Tensor, int | Tensor, int | Tensor]
-) -> Tensor:
+def passes_reference(scores: Tensor, drawn: Tensor, cut: Sequence[int | Tensor]) -> Tensor:
     """`passes`."""
     least, above, draws = cut
     return torch.where(drawn < draws, scores >= least, scores >= above)

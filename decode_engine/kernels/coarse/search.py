@@ -26,16 +26,10 @@ from decode_engine.kernels.coarse.key_tiles import (
     multiply_keys,
 )
 from decode_engine.kernels.coarse.registers import OF_KEYS, OF_ROWS
-from decode_engine.kernels.coarse.sizes import (
-    CHUNKS,
-    CUT_PLACES,
-    RUN,
-    CoarseSizes,
-    CoarseWork,
-)
-from decode_engine.kernels.coarse.warp_reads import key_pointers, let_next_begin, number, wait_alone
-from decode_engine.kernels.launches import chained
-from decode_engine.kernels.record_fields import END, FIRST, KEEP, KEYS
+from decode_engine.kernels.coarse.sizes import CHUNKS, CUT_PLACES, RUN, CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.warp_reads import key_pointers
+from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
+from decode_engine.kernels.record_fields import END, FIRST, KEEP, KEYS, field
 from index_store.indexes.coarse_rows.parameters import BLOCK
 
 CUT_REGISTERS = 64
@@ -108,9 +102,9 @@ def sample_kernel(
     """
     row = gl.program_id(1)
     b, head = row // K.HEADS, row % K.HEADS
-    first = number(records_ptr, b, FIRST).to(gl.int32)
-    end = number(records_ptr, b, END).to(gl.int32)
-    keys = number(records_ptr, b, KEYS)
+    first = field(records_ptr, b, FIRST).to(gl.int32)
+    end = field(records_ptr, b, END).to(gl.int32)
+    keys = field(records_ptr, b, KEYS)
     if end > first:
         keys_ptrs = key_pointers(records_ptr, b, head, keys, K)
         inner = key_of(gl.arange(0, K.T, layout=OF_KEYS), K.T)
@@ -207,9 +201,9 @@ def cut_kernel(
     let_next_begin(CHAINED)
     row = gl.program_id(0)
     b = row // HEADS
-    first = number(records_ptr, b, FIRST).to(gl.int32)
-    searched = number(records_ptr, b, END).to(gl.int32) - first
-    keep = number(records_ptr, b, KEEP).to(gl.int32)
+    first = field(records_ptr, b, FIRST).to(gl.int32)
+    searched = field(records_ptr, b, END).to(gl.int32) - first
+    keep = field(records_ptr, b, KEEP).to(gl.int32)
     wait_alone(CHAINED)
     if searched > 0:
         part = gl.arange(0, K, layout=gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS)))

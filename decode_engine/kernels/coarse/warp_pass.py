@@ -48,18 +48,15 @@ from decode_engine.kernels.coarse.warp_reads import (
     copy_tile,
     end_of_copies,
     key_pointers,
-    let_next_begin,
     new_ring,
-    number,
     prefetch_key_codes,
     prefetch_key_steps,
     prefetch_value_steps,
     value_steps,
-    wait_alone,
     wait_for_copies,
 )
-from decode_engine.kernels.launches import chained
-from decode_engine.kernels.record_fields import END, FIRST, KEYS
+from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
+from decode_engine.kernels.record_fields import END, FIRST, KEYS, field
 from index_store.indexes.coarse_rows.parameters import BLOCK
 
 _BLOCK = gl.constexpr(BLOCK)
@@ -567,9 +564,9 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     weights_ptr, tiles_ptr, weighed_ptr, left_ptr = leaves
     row = gl.program_id(1)
     b, head = row // K.HEADS, row % K.HEADS
-    first = number(records_ptr, b, FIRST).to(gl.int32)
-    end = number(records_ptr, b, END).to(gl.int32)
-    keys = number(records_ptr, b, KEYS)
+    first = field(records_ptr, b, FIRST).to(gl.int32)
+    end = field(records_ptr, b, END).to(gl.int32)
+    keys = field(records_ptr, b, KEYS)
     keys_ptrs = key_pointers(records_ptr, b, head, keys, K)
     lowest, top, stop = share_of_blocks(first, end)
     apart = gl.num_programs(0)
@@ -610,7 +607,7 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                 prefetch_key_codes(keys_ptrs, lower, end_of_lower, K, CHAINED)
             wait_alone(CHAINED)
             let_next_begin(CHAINED)
-            least, above, draws = load_cut(cuts_ptr + row * 3)
+            least, above, draws = load_cut(cuts_ptr + row * 3, ".cg")
             peaks = reference_weights(normalisers_ptr, row, searches, K)
             # Of the weight of a tile, all heads together: with less its values are not read.
             enough = _NEGLIGIBLE * K.GROUP * K.T / gl.maximum(end - first, 1).to(gl.float32)

@@ -157,7 +157,7 @@ def keep_keys(
     count = 0
     if (tile >= 0) & (tile < tile_count(sequence, K.BW)):
         # Read first, added up last: the scores are on their way meanwhile.
-        counted = load_cut(cuts_ptr + bh * 3) if K.EARLY else load_histograms(histograms_ptr, bh, K.S)
+        counted = load_cut(cuts_ptr + bh * 3, "") if K.EARLY else load_histograms(histograms_ptr, bh, K.S)
         if K.POOLED:
             count = keep_pooled(sequence, picked, ids_ptr, counted, bh, tile, K)
         else:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.language.core import is_builtin
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
@@ -82,8 +83,16 @@ def _argument(value: Any) -> Any:
 
 def _called(function: Any) -> FunctionType:
     """A function in Triton, in the language that runs kernels in Gluon."""
-    around = {name: _plain(value) for name, value in function.fn.__globals__.items()}
-    return FunctionType(function.fn.__code__, {**around, "tl": _Triton()})
+    around = {**function.fn.__globals__, "tl": _Triton()}
+    for name in {*function.fn.__code__.co_names} & {*around} - {"tl"}:
+        own = around[name]
+        if isinstance(own, JITFunction | InterpretedFunction):
+            around[name] = _called(own)
+        elif is_builtin(own):  # of a device's alone: waiting for a launch
+            around[name] = lambda: None
+        else:
+            around[name] = _plain(own)
+    return FunctionType(function.fn.__code__, around)
 
 
 @contextmanager
