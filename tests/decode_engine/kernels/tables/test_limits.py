@@ -1,4 +1,4 @@
-"""Limits of the query-table kernels: what is counted, the limit read off it, and the scores where bins begin.
+"""Cuts of the query-table kernels: what is counted, the cut read off it, and the scores where bins begin.
 
 Shape legend: S sampling programs of a KV head, K keys that each of them samples.
 """
