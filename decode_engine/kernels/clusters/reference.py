@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels.attention.sparse_attention import KeyLists, ListedSequence, stacked
-from decode_engine.kernels.border import draw_reference
+from decode_engine.kernels.border import draw_reference, halve_reference, passes_reference
 from decode_engine.kernels.clusters.lookup import DeviceClusters
-from decode_engine.kernels.clusters.selection import DRAW_TURNS, LEAST_DRAW, RANGE, TURNS, UNUSED
+from decode_engine.kernels.clusters.selection import DRAW_TURNS, RANGE, TURNS, UNUSED
 from index_store.attention.attention_state import AttentionState
 
 
@@ -60,29 +60,22 @@ def select_clusters_reference(q_GD: Tensor, sequence: ClusteredSequence, head: i
 
 def _within_budget(weights: Tensor, counted: Tensor, keep: int, head: int) -> Tensor:
     """Which clusters are selected, [C] bool, by the bits of their weights and the keys that count."""
-    if int(counted.sum()) <= keep:
-        return torch.ones_like(weights, dtype=torch.bool)
-    above = int(weights.max()) + 1
-    below = max(0, above - (RANGE << 23))
-    least = used = 0
-    for _ in range(TURNS):
-        middle = below + (above - below) // 2
-        number = int(counted[weights >= middle].sum())
-        if number > keep:
-            least = below = middle
-        else:
-            above, used = middle, number
-    chosen = weights >= above
-    if (keep - used) * UNUSED > keep:
-        drawn = draw_reference(torch.arange(len(weights), device=weights.device), head)
-        draws, span = LEAST_DRAW, 2**32
-        for _ in range(DRAW_TURNS):
-            span //= 2
-            more = chosen | ((weights >= least) & (drawn < draws + span))
-            if int(counted[more].sum()) <= keep:
-                draws += span
-        chosen |= (weights >= least) & (drawn < draws)
-    return chosen
+    drawn = draw_reference(torch.arange(len(weights), device=weights.device), head)
+
+    def keys(least: int, above: int, draws: int) -> int:
+        return int(counted[passes_reference(weights, drawn, (least, above, draws))].sum())
+
+    lightest = int(weights.max()) + 1 - (RANGE << 23)
+    least = halve_reference(lambda place: keys(place, place, 0) > keep, lightest, RANGE << 23, TURNS)
+    above = least + (RANGE << 23 - TURNS)
+    if least == lightest:
+        least, above = 0, above if int(counted.sum()) > keep else 0
+    draws = -(1 << 23)
+    if above and (keep - keys(above, above, 0)) * UNUSED > keep:
+        draws = halve_reference(
+            lambda place: keys(least, above, place << 8) <= keep, draws, 1 << 24, DRAW_TURNS
+        )
+    return passes_reference(weights, drawn, (least, above, draws << 8))
 
 
 def remainder_reference(

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from decode_engine.kernels.attention.online_softmax import Partials
 from decode_engine.kernels.attention.sparse_attention import ClusterScores, KeyLists
-from decode_engine.kernels.border import draw
+from decode_engine.kernels.border import draw, halve, passes
 from decode_engine.kernels.launches import chained, wait_for_launch
 from decode_engine.kernels.record_fields import (
     ASSIGNMENT,
@@ -54,28 +54,15 @@ TURNS = 16
 """Of the bisection: weights are told apart up to a 2^-16 of that range."""
 DRAW_TURNS = 24
 """Of that among clusters of equal weight; few rows have such."""
-LEAST_DRAW = -(2**31)
 UNUSED = 8
 """Part of the budget that may be left unused before clusters of equal weight are told apart."""
-
-_LEAST_DRAW = tl.constexpr(LEAST_DRAW)
-
-
-@triton.jit
-def passing(weights: tl.tensor, cluster: tl.tensor, bounds: tl.tensor, head: tl.tensor) -> tl.tensor:
-    """Whether clusters' weights reach `above`, or `least` and they draw less than `draws`."""
-    least, above, draws = bounds
-    passes = weights >= above
-    if draws > _LEAST_DRAW:
-        passes = passes | ((weights >= least) & (draw(cluster, head) < draws))
-    return passes
 
 
 @triton.jit
 def keys_from(
-    row: tl.tensor, bounds: tl.tensor, head: tl.tensor, K: tl.constexpr, EVERY: tl.constexpr
+    row: tl.tensor, cut: tl.tensor, head: tl.tensor, K: tl.constexpr, EVERY: tl.constexpr
 ) -> tl.tensor:
-    """Keys of the clusters that pass (`passing`); without EVERY of those that earlier programs own.
+    """Keys of the clusters that a cut keeps; without EVERY of those that earlier programs own.
 
     row: weights and sizes of its first BLOCK clusters, pointers to those of all, and how many there are.
     """
@@ -83,7 +70,7 @@ def keys_from(
     program, programs = tl.program_id(0), tl.num_programs(0)
     at = tl.arange(0, K.BLOCK)
     if K.SINGLE:
-        counted = passing(weights, at, bounds, head)
+        counted = passes(weights, draw(at, head), cut)
         if not EVERY:
             counted = counted & ((at // 16) % programs < program)
         return tl.sum(tl.where(counted, sizes, 0), 0)
@@ -91,7 +78,7 @@ def keys_from(
     for start in range(0, clusters, K.BLOCK):
         some = tl.load(weights_ptr + start + at, mask=start + at < clusters, other=0)
         number = tl.load(sizes_ptr + start + at, mask=start + at < clusters, other=0)
-        counted = passing(some, start + at, bounds, head)
+        counted = passes(some, draw(start + at, head), cut)
         if not EVERY:
             counted = counted & (((start + at) // 16) % programs < program)
         total += tl.where(counted, number, 0)
@@ -99,32 +86,35 @@ def keys_from(
 
 
 @triton.jit
-def cut(row: tl.tensor, heaviest: tl.tensor, keep: tl.tensor, head: tl.tensor, K: tl.constexpr) -> tl.tensor:
-    """Which clusters are selected: `least`, `above` and `draws` of `passing`."""
-    above = heaviest + 1
-    below = tl.maximum(above - (K.RANGE << 23), 0)
-    lowest = below * 0
-    none = lowest + _LEAST_DRAW
-    every = keys_from(row, (lowest, lowest, none), head, K, True)
-    least, used = lowest, lowest
-    for _ in range(K.TURNS):
-        middle = below + (above - below) // 2
-        number = keys_from(row, (middle, middle, none), head, K, True)
-        over = number > keep
-        below = tl.where(over, middle, below)
-        least = tl.where(over, middle, least)
-        above = tl.where(over, above, middle)
-        used = tl.where(over, used, number)
-    above = tl.where(every <= keep, lowest, above)
-    draws = none
-    if (every > keep) & ((keep - used) * K.UNUSED > keep):
-        span = lowest.to(tl.int64) + (1 << 32)
-        for _ in range(K.DRAW_TURNS):
-            span = span // 2
-            more = (draws + span).to(tl.int32)
-            number = keys_from(row, (least, above, more), head, K, True)
-            draws = tl.where(number > keep, draws, more)
-    return least, above, draws
+def too_many(held: tl.tensor, place: tl.tensor, width: tl.tensor, K: tl.constexpr) -> tl.tensor:
+    """Whether clusters from the next weight on hold more keys than are to be kept."""
+    row, keep, head = held
+    return (keys_from(row, (place + width, place + width, 0), head, K, True) > keep).to(tl.int32)
+
+
+@triton.jit
+def few_enough(held: tl.tensor, place: tl.tensor, width: tl.tensor, K: tl.constexpr) -> tl.tensor:
+    """Whether with what draws less than the next number, in 256ths, no more keys are held than are to be kept."""
+    row, keep, head, least, above = held
+    return (keys_from(row, (least, above, (place + width) << 8), head, K, True) <= keep).to(tl.int32)
+
+
+@triton.jit
+def cut_of(
+    row: tl.tensor, heaviest: tl.tensor, keep: tl.tensor, head: tl.tensor, K: tl.constexpr
+) -> tl.tensor:
+    """Which clusters are selected: a cut (`border`)."""
+    lightest = heaviest + 1 - (K.RANGE << 23)
+    least = halve(too_many, (row, keep, head), lightest, K.RANGE << 23, K.TURNS, 2, K)
+    above = least + (K.RANGE << 23 - K.TURNS)
+    if least == lightest:
+        least = lightest * 0
+        above = tl.where(keys_from(row, (0, 0, 0), head, K, True) > keep, above, 0)
+    draws = lightest * 0 - (1 << 23)
+    unused = keep - keys_from(row, (above, above, 0), head, K, True)
+    if (above > 0) & (unused * K.UNUSED > keep):
+        draws = halve(few_enough, (row, keep, head, least, above), draws, 1 << 24, K.DRAW_TURNS, 2, K)
+    return least, above, draws << 8
 
 
 @triton.jit
@@ -388,17 +378,17 @@ def select_kernel(
     normaliser = normalisers(sums, row, slots, splits, K)
     weights, heaviest = weigh_all(logits_row, weights_row, normaliser, clusters, K)
     counted = (weights, sizes, weights_row, counted_ptr, clusters)
-    least, above, draws = cut(counted, heaviest, keep, row % K.HEADS, K)
+    cut = cut_of(counted, heaviest, keep, row % K.HEADS, K)
     if differ:
         sizes = tl.load(sizes_ptr + at, mask=at < clusters, other=0)
     # What programs before this one list.
     whole = (weights, sizes, weights_row, sizes_ptr, clusters)
-    before = keys_from(whole, (least, above, draws), row % K.HEADS, K, False)
+    before = keys_from(whole, cut, row % K.HEADS, K, False)
     lane = tl.arange(0, K.OWN)
     owned = ((lane // 16) * programs + program) * 16 + lane % 16
     own_weights = tl.load(weights_row + owned, mask=owned < clusters, other=0)
     own_sizes = tl.load(sizes_ptr + owned, mask=owned < clusters, other=0)
-    chosen = passing(own_weights, owned, (least, above, draws), row % K.HEADS) & (own_sizes > 0)
+    chosen = passes(own_weights, draw(owned, row % K.HEADS), cut) & (own_sizes > 0)
     # Number and keys of the selected clusters in one sum.
     both = tl.where(chosen, own_sizes.to(tl.int64) + (1 << 32), 0)
     ahead = tl.cumsum(both, 0) - both

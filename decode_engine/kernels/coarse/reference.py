@@ -11,16 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode_engine.kernels import records
+from decode_engine.kernels import border, records
 from decode_engine.kernels.attention.online_softmax import LOG2E
 from decode_engine.kernels.attention.sparse_attention import KeyLists
-from decode_engine.kernels.border import (
-    cut_reference,
-    moved_reference,
-    passes_reference,
-    stretch_of_reference,
-)
-from decode_engine.kernels.coarse.sizes import CHUNKS, RUN, CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.sizes import CHUNKS, CUT_PLACES, RUN, CoarseSizes, CoarseWork
 from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.parameters import BLOCK
 from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
@@ -67,8 +61,12 @@ def find_cuts_reference(
         normaliser_G = _normalisers(logits_GM, searched / int(there_M.sum()))
         weights_M = torch.exp2(logits_GM - normaliser_G[:, None]).sum(0)
         work.normalisers_RG[row] = normaliser_G
-        cut = cut_reference(weights_M[there_M], sequence.keep, searched)
-        work.cuts_RX[row] = torch.tensor([int(number) for number in cut])
+        bits_M = weights_M[there_M].view(torch.int32)
+        if 0 < sequence.keep < searched:
+            cut = border.sampled_cut_reference(bits_M, sequence.keep, searched, *CUT_PLACES)
+            work.cuts_RX[row] = torch.tensor([int(number) for number in cut])
+        else:
+            work.cuts_RX[row] = border.NONE if sequence.keep < searched else border.EVERY
 
 
 def weigh_keys_reference(
@@ -83,8 +81,8 @@ def weigh_keys_reference(
     segments = lists.counts_RP.shape[1]
     for row, sequence, h, q_GD in _searching(q_BHGD, sequences):
         weights_N = torch.exp2(sequence.logits(q_GD, h) - work.normalisers_RG[row][:, None]).sum(0)
-        least, above, draws = work.cuts_RX[row].unbind()
-        kept_N = passes_reference(weights_N, h, (int(least), int(above), draws))
+        drawn_N = border.draw_reference(torch.arange(len(weights_N), device=weights_N.device), h)
+        kept_N = border.passes_reference(weights_N.view(torch.int32), drawn_N, work.cuts_RX[row].unbind())
         kept_N[: sequence.first] = False
         kept_N[sequence.end :] = False
         base = sequence.first // BLOCK
@@ -128,9 +126,7 @@ def _sample(sequence: CoarseSequence, sizes: CoarseSizes) -> Tensor:
     """[M]: keys of the sample; those outside of the searched range do not count."""
     base = sequence.first // RUN * RUN
     runs, taken = -(-(sequence.end - base) // RUN), sizes.shape.samplers * sizes.shape.runs
-    turns = torch.arange(taken)
-    stretches = stretch_of_reference(turns, taken)
-    chosen = moved_reference(turns, taken, runs, stretches) if runs > taken else turns
+    chosen = border.sampled_run_reference(torch.arange(taken), taken, runs)
     return (base + chosen[:, None] * RUN + torch.arange(RUN)).flatten()
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decode_engine.kernels import border
 from decode_engine.kernels.attention.online_softmax import LOG2E
+from decode_engine.kernels.border import EVERY, NONE, draws_below, halve, sampled_run, store_cut
 from decode_engine.kernels.coarse.key_tiles import (
     fold,
     key_of,
@@ -26,10 +26,10 @@ from decode_engine.kernels.coarse.key_tiles import (
     multiply_keys,
 )
 from decode_engine.kernels.coarse.registers import OF_KEYS, OF_ROWS
-from decode_engine.kernels.coarse.sizes import CHUNKS, RUN, CoarseSizes, CoarseWork
-from decode_engine.kernels.coarse.warp_reads import key_pointers, let_next_begin, number, wait_alone
-from decode_engine.kernels.launches import chained
-from decode_engine.kernels.record_fields import END, FIRST, KEEP, KEYS
+from decode_engine.kernels.coarse.sizes import CHUNKS, CUT_PLACES, RUN, CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.warp_reads import key_pointers
+from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
+from decode_engine.kernels.record_fields import END, FIRST, KEEP, KEYS, field
 from index_store.indexes.coarse_rows.parameters import BLOCK
 
 CUT_REGISTERS = 64
@@ -81,10 +81,8 @@ HEADS_AT_ONCE = 4
 
 _AT_ONCE = gl.constexpr(HEADS_AT_ONCE)
 _BLOCK = gl.constexpr(BLOCK)
-_LEAST_CUT, _CUT_STEPS, _CUT_MARGIN = map(
-    gl.constexpr, (border.LEAST_CUT, border.CUT_STEPS, border.CUT_MARGIN)
-)
-_INFINITE, _MOST_DRAWS = gl.constexpr(border.INFINITE), gl.constexpr(border.MOST_DRAWS)
+_LEAST, _RANGE, _TURNS, _MARGIN = map(gl.constexpr, CUT_PLACES)
+_EVERY, _NONE = gl.constexpr(EVERY), gl.constexpr(NONE)
 
 
 @gluon.jit
@@ -104,9 +102,9 @@ def sample_kernel(
     """
     row = gl.program_id(1)
     b, head = row // K.HEADS, row % K.HEADS
-    first = number(records_ptr, b, FIRST).to(gl.int32)
-    end = number(records_ptr, b, END).to(gl.int32)
-    keys = number(records_ptr, b, KEYS)
+    first = field(records_ptr, b, FIRST).to(gl.int32)
+    end = field(records_ptr, b, END).to(gl.int32)
+    keys = field(records_ptr, b, KEYS)
     if end > first:
         keys_ptrs = key_pointers(records_ptr, b, head, keys, K)
         inner = key_of(gl.arange(0, K.T, layout=OF_KEYS), K.T)
@@ -116,9 +114,7 @@ def sample_kernel(
         loaded: gl.tensor = ()
         for i in gl.static_range(RUNS):
             turn = gl.program_id(0) * RUNS + i
-            stretch = (turn * 64 // TAKEN) * 27 % 64
-            moved = (turn.to(gl.int64) * runs // TAKEN).to(gl.int32) + (stretch * (runs // TAKEN) >> 6)
-            run = base + gl.where(runs > TAKEN, moved, turn) * K.T
+            run = base + sampled_run(turn, TAKEN, runs) * K.T
             block = gl.minimum(run, end - 1) // _BLOCK
             # A context's last keys are loaded with some before them, of places that do not count.
             begin = gl.minimum(run, keys.to(gl.int32) - K.T)
@@ -205,9 +201,9 @@ def cut_kernel(
     let_next_begin(CHAINED)
     row = gl.program_id(0)
     b = row // HEADS
-    first = number(records_ptr, b, FIRST).to(gl.int32)
-    searched = number(records_ptr, b, END).to(gl.int32) - first
-    keep = number(records_ptr, b, KEEP).to(gl.int32)
+    first = field(records_ptr, b, FIRST).to(gl.int32)
+    searched = field(records_ptr, b, END).to(gl.int32) - first
+    keep = field(records_ptr, b, KEEP).to(gl.int32)
     wait_alone(CHAINED)
     if searched > 0:
         part = gl.arange(0, K, layout=gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS)))
@@ -238,34 +234,34 @@ def cut_kernel(
             below = gl.where(g < GROUP, normalisers, float("inf"))
             # What a cut may be off by covers that a chunk's weights are scaled instead of taken anew.
             total += gl.sum(weights * along(gl.exp2(peaks - gl.expand_dims(below, 1))), 0)
-        store_cut(cuts_ptr + row * 3, total.to(gl.int32, bitcast=True), counted, keep, searched)
+        store_cut(cuts_ptr + row * 3, cut_of(total.to(gl.int32, bitcast=True), counted, keep, searched))
 
 
 @gluon.jit
-def store_cut(
-    cut_ptr: gl.tensor, bits: gl.tensor, counted: gl.tensor, keep: gl.tensor, searched: gl.tensor
-) -> None:
-    """As `border.cut_reference`, by bits [K, C, 32]; two halvings at once, with three numbers of keys in one sum."""
+def quarters_reached(held: gl.tensor, place: gl.tensor, width: gl.tensor, K: gl.constexpr) -> gl.tensor:
+    """How many of three places so many of some bits [K, C, 32] reach, with three numbers of keys in one sum."""
+    bits, wanted = held
+    reach = (bits >= place + width).to(gl.int32)
+    reach += (bits >= place + 2 * width).to(gl.int32) << 10
+    reach += (bits >= place + 3 * width).to(gl.int32) << 20
+    reached = over_chunks(reach)
+    parts = ((reached & 0xFFFFF).to(gl.float32) >= wanted).to(gl.int32)
+    parts += (((reached >> 20) & 0xFFFFF).to(gl.float32) >= wanted).to(gl.int32)
+    return parts + ((reached >> 40).to(gl.float32) >= wanted).to(gl.int32)
+
+
+@gluon.jit
+def cut_of(bits: gl.tensor, counted: gl.tensor, keep: gl.tensor, searched: gl.tensor) -> gl.tensor:
+    """The cut by the bits [K, C, 32] of sampled keys' weights; around what is found, since these are rounded."""
     wanted = keep.to(gl.float32) * counted.to(gl.float32) / searched.to(gl.float32)
-    cut = searched * 0 + _LEAST_CUT
-    for step in gl.static_range(0, _CUT_STEPS, 2):
-        reach = (bits >= cut + (1 << (26 - step))).to(gl.int32)
-        reach += (bits >= cut + (2 << (26 - step))).to(gl.int32) << 10
-        reach += (bits >= cut + (3 << (26 - step))).to(gl.int32) << 20
-        reached = over_chunks(reach)
-        parts = ((reached & 0xFFFFF).to(gl.float32) >= wanted).to(gl.int32)
-        parts += (((reached >> 20) & 0xFFFFF).to(gl.float32) >= wanted).to(gl.int32)
-        parts += ((reached >> 40).to(gl.float32) >= wanted).to(gl.int32)
-        cut += parts * (1 << (26 - step))
-    lowest = cut == _LEAST_CUT
-    least = gl.where(lowest, -1, cut - _CUT_MARGIN)
-    above = cut + ((1 << (28 - _CUT_STEPS)) + _CUT_MARGIN)
+    place = halve(quarters_reached, (bits, wanted), searched * 0 + _LEAST, _RANGE, _TURNS // 2, 4, None)
+    lowest = place == _LEAST
+    least = gl.where(lowest, _EVERY, place - _MARGIN)
+    above = place + ((_RANGE >> _TURNS) + _MARGIN)
     reached = over_chunks((bits >= above).to(gl.int32) + ((bits >= least).to(gl.int32) << 10))
     over = (reached & 0xFFFFF).to(gl.int32)
     inside = gl.where(lowest, counted, (reached >> 20).to(gl.int32)) - over
-    share = (wanted - over.to(gl.float32)) / gl.maximum(inside, 1).to(gl.float32)
-    drawn = gl.minimum(gl.maximum(share, 0.0), _MOST_DRAWS) * 4294967296.0 - 2147483648.0
-    nothing = gl.where(keep > 0, least, _INFINITE)
-    gl.store(cut_ptr, gl.where(keep >= searched, -1, nothing))
-    gl.store(cut_ptr + 1, gl.where(keep >= searched, -1, gl.where(keep > 0, above, _INFINITE)))
-    gl.store(cut_ptr + 2, drawn.to(gl.int32))
+    draws = draws_below((wanted - over.to(gl.float32)) / gl.maximum(inside, 1).to(gl.float32))
+    ends = gl.where(keep >= searched, _EVERY, _NONE)
+    some = (keep > 0) & (keep < searched)
+    return gl.where(some, least, ends), gl.where(some, above, ends), draws

@@ -25,6 +25,10 @@ MAX_SPLITS = 256
 CHUNKS, LANES = 16, 32
 """Parts of a sample whose largest weights stand for themselves alone; lanes of a warp, which has a part."""
 
+CUT_PLACES = (127 - 29) << 23, 1 << 28, 10, 1 << 14
+"""Where a cut may be: bits of 2^-29 (summed weights are at most 2^4, and less is nothing), and 32 octaves on; halvings
+of these, down to 1/32 of one; more than weights of a sample are rounded by, of 2^23 an octave."""
+
 _COLUMNS, _FEW_SUMS = 8, 1024
 """Query rows that products in registers take at once; query rows times channels of a program where four times as many
 programs have room on a processor, rather than twice as many."""
@@ -217,8 +221,8 @@ class CoarseWork:
     """Buffers of one search, made once per batch size; a captured graph keeps using them.
 
     sampled_RGM: [R, G, M] float32, sampled keys' logits in units of log2, -inf where the sample has no key.
-    normalisers_RG: [R, G] float32, log2 of the sum of all searched keys' weights, estimated. cuts_RX: [R, 3] int32, see
-    `border.cut_reference`.
+    normalisers_RG: [R, G] float32, log2 of the sum of all searched keys' weights, estimated. cuts_RX: [R, 3] int32, a
+    cut (`border`).
 
     What the pass over keys leaves for the one over values, else empty: weights_RSX: [R, S, W * V * 2 C / 4] int32,
     bytes of the weights of keys of tiles whose values are read, W keys that a program goes over, V value groups, C

@@ -30,10 +30,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from decode_engine.kernels import border
 from decode_engine.kernels.attention.online_softmax import LOG2E
 from decode_engine.kernels.attention.sparse_attention import KeyLists
-from decode_engine.kernels.border import DRAW_STEP
+from decode_engine.kernels.border import NONE, draw, load_cut, passes
 from decode_engine.kernels.coarse.key_tiles import (
     fold,
     key_layout,
@@ -49,18 +48,15 @@ from decode_engine.kernels.coarse.warp_reads import (
     copy_tile,
     end_of_copies,
     key_pointers,
-    let_next_begin,
     new_ring,
-    number,
     prefetch_key_codes,
     prefetch_key_steps,
     prefetch_value_steps,
     value_steps,
-    wait_alone,
     wait_for_copies,
 )
-from decode_engine.kernels.launches import chained
-from decode_engine.kernels.record_fields import END, FIRST, KEYS
+from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
+from decode_engine.kernels.record_fields import END, FIRST, KEYS, field
 from index_store.indexes.coarse_rows.parameters import BLOCK
 
 _BLOCK = gl.constexpr(BLOCK)
@@ -146,7 +142,7 @@ def by_tiles(numbers: gl.tensor, K: gl.constexpr) -> gl.tensor:
 
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 """Of numbers that come a lane each."""
-_INFINITE = gl.constexpr(border.INFINITE)
+_NONE = gl.constexpr(NONE)
 _MOST = gl.constexpr(32766.0)
 """That weights are, in units: integers of 15 bits, also where they are rounded up."""
 _LEAST = gl.constexpr(1e-30)
@@ -278,7 +274,7 @@ def store_weights(
         lanes = gl.maximum(lanes, largest_of_lanes(products[group], K))
     largest = largest_of_all(lanes, heavy, K)
     if largest > unit * _MOST:
-        bound = gl.where((above > 0) & (above < _INFINITE), above, 0).to(gl.float32, bitcast=True)
+        bound = gl.where((above > 0) & (above < _NONE), above, 0).to(gl.float32, bitcast=True)
         at_most = largest
         for group in gl.static_range(len(scales)):
             by_lanes = largest_of_lanes(gl.expand_dims(scales[group], 2) + weights * 0.0, K)
@@ -432,15 +428,7 @@ def list_keys(
 NEGLIGIBLE = 0.005
 """Share of its even share of a row's weight, all heads together, below which a tile's values are not read: that holds
 for less than this share of all of them, then."""
-_HEAD_STEP, _NEGLIGIBLE = gl.constexpr(border.HEAD_STEP), gl.constexpr(NEGLIGIBLE)
-
-
-@gluon.jit
-def load_cut(cuts_ptr: gl.tensor, row: gl.tensor) -> gl.tensor:
-    """A row's cut; past the first-level cache, which may hold an earlier layer's."""
-    least = gl.load(cuts_ptr + row * 3, cache_modifier=".cg")
-    above = gl.load(cuts_ptr + row * 3 + 1, cache_modifier=".cg")
-    return least, above, gl.load(cuts_ptr + row * 3 + 2, cache_modifier=".cg")
+_NEGLIGIBLE = gl.constexpr(NEGLIGIBLE)
 
 
 @gluon.jit
@@ -455,19 +443,6 @@ def share_of_blocks(first: gl.tensor, end: gl.tensor) -> gl.tensor:
     lowest = base + gl.program_id(0)
     others = gl.maximum(stop - 1 - lowest, 0) // gl.num_programs(0)
     return lowest, lowest + others * gl.num_programs(0), stop
-
-
-@gluon.jit
-def kept_keys(
-    together: gl.tensor, key: gl.tensor, head: gl.tensor, searched: gl.tensor, cut: gl.tensor
-) -> gl.tensor:
-    """Which keys a cut keeps, as `border.passes_reference` decides, int32, [T, P] as all that is of keys.
-
-    together: bits of their weights, summed over heads.
-    """
-    least, above, draws = cut
-    drawn = key * DRAW_STEP + head * _HEAD_STEP
-    return ((together >= gl.where(drawn < draws, least, above)) & searched).to(gl.int32)
 
 
 @gluon.jit
@@ -589,9 +564,9 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     weights_ptr, tiles_ptr, weighed_ptr, left_ptr = leaves
     row = gl.program_id(1)
     b, head = row // K.HEADS, row % K.HEADS
-    first = number(records_ptr, b, FIRST).to(gl.int32)
-    end = number(records_ptr, b, END).to(gl.int32)
-    keys = number(records_ptr, b, KEYS)
+    first = field(records_ptr, b, FIRST).to(gl.int32)
+    end = field(records_ptr, b, END).to(gl.int32)
+    keys = field(records_ptr, b, KEYS)
     keys_ptrs = key_pointers(records_ptr, b, head, keys, K)
     lowest, top, stop = share_of_blocks(first, end)
     apart = gl.num_programs(0)
@@ -632,7 +607,7 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                 prefetch_key_codes(keys_ptrs, lower, end_of_lower, K, CHAINED)
             wait_alone(CHAINED)
             let_next_begin(CHAINED)
-            least, above, draws = load_cut(cuts_ptr, row)
+            least, above, draws = load_cut(cuts_ptr + row * 3, ".cg")
             peaks = reference_weights(normalisers_ptr, row, searches, K)
             # Of the weight of a tile, all heads together: with less its values are not read.
             enough = _NEGLIGIBLE * K.GROUP * K.T / gl.maximum(end - first, 1).to(gl.float32)
@@ -656,8 +631,8 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                 if not whole or gl.max(gl.max(together, 1), 0) >= least:
                     from_on = gl.maximum(first, tile + part_of_keys * K.T)
                     searched = (key >= gl.expand_dims(from_on, 0)) & (key < end)
-                    kept = kept_keys(together, key, head, searched, (least, above, draws))
-                    count = list_keys(ids_ptr + place * width, count, kept, key, K)
+                    kept = passes(together, draw(key, head), (least, above, draws)) & searched
+                    count = list_keys(ids_ptr + place * width, count, kept.to(gl.int32), key, K)
                     weights = gl.where(gl.expand_dims(searched & (kept == 0), 2), weights, 0.0)
                 if WEIGH:
                     left = leave_weights(ptrs, left, weights, of_tiles, enough, above, begins, own_steps, K)

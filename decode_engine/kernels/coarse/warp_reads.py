@@ -13,7 +13,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from decode_engine.kernels import records
 from decode_engine.kernels.coarse.key_tiles import word_pointers
 from decode_engine.kernels.coarse.registers import bits_of, held_words, row_words
 from decode_engine.kernels.record_fields import (
@@ -23,42 +22,11 @@ from decode_engine.kernels.record_fields import (
     VALUE_CODES,
     VALUE_OFFSETS,
     VALUE_SCALES,
+    aligned_pointer,
 )
 from index_store.indexes.coarse_rows.parameters import BLOCK
 
-_FIELDS = gl.constexpr(records.RECORD_FIELDS)
 _BLOCK = gl.constexpr(BLOCK)
-
-
-@gluon.jit
-def wait_alone(CHAINED: gl.constexpr) -> None:
-    """As `launches.wait_alone`."""
-    if CHAINED:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def let_next_begin(CHAINED: gl.constexpr) -> None:
-    """As `launches.let_next_begin`."""
-    if CHAINED:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def number(records_ptr: gl.tensor, b: gl.tensor, FIELD: gl.constexpr) -> gl.tensor:
-    return gl.load(records_ptr + b * _FIELDS + FIELD)
-
-
-@gluon.jit
-def pointer(
-    records_ptr: gl.tensor, b: gl.tensor, offset: gl.tensor, FIELD: gl.constexpr, ELEMENT: gl.constexpr
-) -> gl.tensor:
-    """To what lies `offset` elements behind an address of the record that is a multiple of 16."""
-    return gl.multiple_of(number(records_ptr, b, FIELD).to(gl.pointer_type(ELEMENT)), 16) + offset
 
 
 @gluon.jit
@@ -68,9 +36,9 @@ def key_pointers(
     """As `fields.key_pointers`, codes in words."""
     blocks = (keys + _BLOCK - 1) // _BLOCK
     return (
-        pointer(records_ptr, b, head * keys * row_words(K.DIM, K.BITS), KEY_CODES, gl.int32),
-        pointer(records_ptr, b, head * blocks * K.DIM, KEY_SCALES, gl.float16),
-        pointer(records_ptr, b, head * blocks * K.DIM, KEY_OFFSETS, gl.float16),
+        aligned_pointer(records_ptr, b, head * keys * row_words(K.DIM, K.BITS), KEY_CODES, gl.int32),
+        aligned_pointer(records_ptr, b, head * blocks * K.DIM, KEY_SCALES, gl.float16),
+        aligned_pointer(records_ptr, b, head * blocks * K.DIM, KEY_OFFSETS, gl.float16),
     )
 
 
@@ -79,7 +47,7 @@ def value_codes(
     records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, K: gl.constexpr
 ) -> gl.tensor:
     """To codes of values, in words."""
-    return pointer(records_ptr, b, head * keys * row_words(K.DIM, K.BITS), VALUE_CODES, gl.int32)
+    return aligned_pointer(records_ptr, b, head * keys * row_words(K.DIM, K.BITS), VALUE_CODES, gl.int32)
 
 
 @gluon.jit
@@ -88,8 +56,8 @@ def value_steps(
 ) -> gl.tensor:
     """To scales and offsets of values, GROUPS of each for a key."""
     return (
-        pointer(records_ptr, b, head * keys * K.GROUPS, VALUE_SCALES, gl.float16),
-        pointer(records_ptr, b, head * keys * K.GROUPS, VALUE_OFFSETS, gl.float16),
+        aligned_pointer(records_ptr, b, head * keys * K.GROUPS, VALUE_SCALES, gl.float16),
+        aligned_pointer(records_ptr, b, head * keys * K.GROUPS, VALUE_OFFSETS, gl.float16),
     )
 
 

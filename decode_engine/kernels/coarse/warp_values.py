@@ -59,15 +59,12 @@ from decode_engine.kernels.coarse.warp_pass import (
 from decode_engine.kernels.coarse.warp_reads import (
     copy_tile,
     end_of_copies,
-    let_next_begin,
     new_ring,
-    number,
     value_codes,
-    wait_alone,
     wait_for_copies,
 )
-from decode_engine.kernels.launches import chained
-from decode_engine.kernels.record_fields import END, FIRST, KEYS, KV, TAIL, TAIL_KEYS
+from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
+from decode_engine.kernels.record_fields import END, FIRST, KEYS, KV, TAIL, TAIL_KEYS, field
 
 ROWS_TILE, _HEADROOM = gl.constexpr(16), gl.constexpr(64.0)
 """ROWS; octaves that exact weights may lie above the number that weights are relative to."""
@@ -321,15 +318,15 @@ def sums_left(
 @gluon.jit
 def context_of(records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, ELEMENT: gl.constexpr) -> gl.tensor:
     """What `attend_rows` has to know of a row's context, and how many entries are always attended."""
-    first = number(records_ptr, b, FIRST).to(gl.int32)
-    end = number(records_ptr, b, END).to(gl.int32)
-    in_context = first + gl.maximum(number(records_ptr, b, KEYS).to(gl.int32) - end, 0)
-    context = number(records_ptr, b, KV) + head * number(records_ptr, b, KV + 1)
-    tail = number(records_ptr, b, TAIL) + head * number(records_ptr, b, TAIL + 1)
+    first = field(records_ptr, b, FIRST).to(gl.int32)
+    end = field(records_ptr, b, END).to(gl.int32)
+    in_context = first + gl.maximum(field(records_ptr, b, KEYS).to(gl.int32) - end, 0)
+    context = field(records_ptr, b, KV) + head * field(records_ptr, b, KV + 1)
+    tail = field(records_ptr, b, TAIL) + head * field(records_ptr, b, TAIL + 1)
     # Found in units of 16 bytes, so that loads are known to be aligned.
     to_tail = (tail - context) // 16 * (128 // ELEMENT.primitive_bitwidth)
     rows_ptr = gl.multiple_of(context.to(gl.pointer_type(ELEMENT)), 16)
-    entries = in_context + number(records_ptr, b, TAIL_KEYS).to(gl.int32)
+    entries = in_context + field(records_ptr, b, TAIL_KEYS).to(gl.int32)
     return (rows_ptr, first, end, in_context, to_tail), entries
 
 
@@ -436,8 +433,8 @@ def values_kernel(
     weights_ptr, tiles_ptr, weighed_ptr, left_ptr = leaves
     slot, row = gl.program_id(0), gl.program_id(1)
     b, head = row // K.HEADS, row % K.HEADS
-    keys = number(records_ptr, b, KEYS)
-    searches = number(records_ptr, b, END) > number(records_ptr, b, FIRST)
+    keys = field(records_ptr, b, KEYS)
+    searches = field(records_ptr, b, END) > field(records_ptr, b, FIRST)
     codes_ptr = value_codes(records_ptr, b, head, keys, K)
     wait_alone(CHAINED)
     let_next_begin(CHAINED)

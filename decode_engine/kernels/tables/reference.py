@@ -16,9 +16,9 @@ from decode_engine.kernels.attention.shared_attention import attend_dense_refere
 from decode_engine.kernels.attention.sparse_attention import ListedSequence
 from decode_engine.kernels.border import (
     draw_reference,
-    draws_below_reference,
-    moved_reference,
-    stretch_of_reference,
+    passes_reference,
+    sampled_cut_reference,
+    sampled_run_reference,
 )
 from decode_engine.kernels.tables.sizes import (
     BIN_SHIFT,
@@ -120,17 +120,15 @@ def kept_keys(
     if sequence.keep >= sequence.end - sequence.first:
         return searched
     if sizes.pooled:
-        reach = reach_L[0].clamp(min=1.0)
-        bins = ((sums_LN[0].float() + reach) * (BINS / (2.0 * reach))).to(torch.int32)
+        bins = (sums_LN[0] >> max(0, int(reach_L[0]).bit_length() - BINS.bit_length() + 2)) + BINS // 2
         sample = sampled_keys(keys, sizes)
     else:
         logits_LN = (sums_LN.float() * (units_L * LOG2E)[:, None]).masked_fill(~searched, -torch.inf)
         bins = (merged_weights(logits_LN, sizes).view(torch.int32) >> BIN_SHIFT) - LEAST_BIN
         sample = spread_sample(keys, sizes)
     bins = bins.clamp(0, BINS - 1)
-    border, draws = threshold(bins[searched & sample], sequence)
-    drawn = draw_reference(keys // 4, h) < draws  # the keys of a word together
-    return ((bins > border) | ((bins == border) & drawn)) & searched
+    drawn = draw_reference(keys // 4, h)  # the keys of a word together
+    return passes_reference(bins, drawn, threshold(bins[searched & sample], sequence)) & searched
 
 
 def merged_weights(logits_LN: Tensor, sizes: TableSizes) -> Tensor:
@@ -173,18 +171,14 @@ def sampled_keys(keys_N: Tensor, sizes: TableSizes) -> Tensor:
         return torch.ones_like(keys_N, dtype=torch.bool)
     turns = torch.arange(sampled, device=keys_N.device)
     taken = torch.zeros(runs, dtype=torch.bool, device=keys_N.device)
-    taken[moved_reference(turns, sampled, runs, stretch_of_reference(turns, sampled))] = True
+    taken[sampled_run_reference(turns, sampled, runs)] = True
     return taken[keys_N // SAMPLE_RUN_KEYS]
 
 
-def threshold(bins_S: Tensor, sequence: TableSequence) -> tuple[int, Tensor]:
-    """The border bin by a sample's bins, and the number that its keys have to draw less than."""
-    counts = torch.bincount(bins_S, minlength=BINS).cpu()
-    at_least = counts.flip(0).cumsum(0).flip(0).float()
-    wanted = torch.tensor(float(sequence.keep)) * counts.sum() / (sequence.end - sequence.first)
-    border = int((at_least >= wanted).sum()) - 1
-    share = (wanted - (at_least[border] - counts[border])) / counts[border].clamp(min=1)
-    return border, draws_below_reference(share).to(bins_S.device)
+def threshold(bins_S: Tensor, sequence: TableSequence) -> tuple[int, int, Tensor]:
+    """The cut by a sample's bins."""
+    searched, halvings = sequence.end - sequence.first, BINS.bit_length() - 1
+    return sampled_cut_reference(bins_S, sequence.keep, searched, 0, BINS, halvings)
 
 
 def write_ids(kept_N: Tensor, sizes: TableSizes, ids_PT: Tensor, counts_P: Tensor) -> None:

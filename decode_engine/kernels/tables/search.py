@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decode_engine.kernels.attention import online_softmax
-from decode_engine.kernels.border import draws_below, moved, stretch_of
+from decode_engine.kernels.border import EVERY, NONE, draws_below, sampled_run, store_cut
 from decode_engine.kernels.launches import arrives_last, chained, let_next_begin, wait_alone
 from decode_engine.kernels.record_fields import (
     CENTROIDS,
@@ -260,7 +260,7 @@ def sampled_words(sequence: tl.tensor, S: tl.constexpr) -> tl.tensor:
     sampled = S * (SAMPLE_WORDS // SAMPLE_RUN)
     j = tl.arange(0, SAMPLE_WORDS)
     turn = tl.program_id(0) * (SAMPLE_WORDS // SAMPLE_RUN) + j // SAMPLE_RUN
-    run = tl.where(runs > sampled, moved(turn, sampled, runs, stretch_of(turn, sampled)), turn)
+    run = sampled_run(turn, sampled, runs)
     return run * SAMPLE_RUN + j % SAMPLE_RUN, run < runs
 
 
@@ -275,51 +275,46 @@ BINS = tl.constexpr(table_sizes.BINS)
 _PART = tl.constexpr(table_sizes.BINS // 4)  # the numbers of keys of four parts fit into 64 bits
 _PART_BITS = tl.constexpr((table_sizes.BINS // 4).bit_length() - 1)
 PAIRS = tl.constexpr(table_sizes.BINS // 2)
-LIMIT_WORDS, _BIN_SHIFT, _LEAST_BIN = map(
-    tl.constexpr, (table_sizes.LIMIT_WORDS, table_sizes.BIN_SHIFT, table_sizes.LEAST_BIN)
-)
-_ALL_SUMS, _NO_SUM = tl.constexpr(-(2**30)), tl.constexpr(2**30)
+_BIN_SHIFT, _LEAST_BIN = tl.constexpr(table_sizes.BIN_SHIFT), tl.constexpr(table_sizes.LEAST_BIN)
+_SUM_SHIFT = tl.constexpr(127 + table_sizes.BINS.bit_length() - 3)
+_EVERY, _NONE = tl.constexpr(EVERY), tl.constexpr(NONE)
 
 
 @triton.jit
-def octave_bin(weight: tl.tensor) -> tl.tensor:
-    """The bin of a summed weight: the upper bits of the number, 16 bins an octave; below 0 what is too small."""
-    return (weight.to(tl.int32, bitcast=True) >> _BIN_SHIFT) - _LEAST_BIN
+def bins_of_sums(units_ptr: tl.tensor, slot: tl.tensor) -> tl.tensor:
+    """How a pooled query's sums make bins (`bin_or_none`): those that there can be fill more than half of all bins."""
+    reach = tl.load(units_ptr + slot * 2 + 1)
+    return tl.maximum((reach.to(tl.int32, bitcast=True) >> 23) - _SUM_SHIFT, 0), -BINS // 2
 
 
 @triton.jit
-def octave_cut(bin: tl.tensor) -> tl.tensor:
-    """The least weight of a bin; bin 0 holds all small ones, and the last all large ones."""
-    least = ((bin + _LEAST_BIN) << _BIN_SHIFT).to(tl.float32, bitcast=True)
-    return tl.where(bin >= BINS, float("inf"), tl.where(bin > 0, least, -1.0))
+def bin_or_none(score: tl.tensor, there: tl.tensor, bins: tl.tensor) -> tl.tensor:
+    """The bin where a key is counted, its score's upper bits; -1 for a key that is not there.
 
-
-@triton.jit
-def linear_bin(sums: tl.tensor, reach: tl.tensor) -> tl.tensor:
-    """The bin of a sum; bins cover everything from -reach to reach, which are below 2^24."""
-    return ((sums.to(tl.float32) + reach) * (BINS / (2.0 * reach))).to(tl.int32)
-
-
-@triton.jit
-def linear_cut(bin: tl.tensor, reach: tl.tensor) -> tl.tensor:
-    """The least sum of a bin: also where rounding moves it by one, since many keys may have just that sum.
-
-    Both corrections are computed side by side, since all keys of a tile wait for them: never do both apply.
+    bins: bits below those of a bin, and the upper bits of the first bin's scores.
     """
-    least = tl.ceil(bin.to(tl.float32) * (reach * (2.0 / BINS)) - reach).to(tl.int32)
-    too_high = linear_bin(least - 1, reach) >= bin
-    too_low = linear_bin(least, reach) < bin
-    least += too_low.to(tl.int32) - too_high.to(tl.int32)
-    return tl.where(bin >= BINS, _NO_SUM, tl.where(bin > 0, least, _ALL_SUMS))
+    shift, first = bins
+    bin = (score.to(tl.int32, bitcast=True) >> shift) - first
+    return tl.where(there, tl.minimum(tl.maximum(bin, 0), BINS - 1), -1)
 
 
 @triton.jit
-def bins_of_keys(sequence: tl.tensor, word: tl.tensor, mask: tl.tensor, bins: tl.tensor) -> tl.tensor:
-    """The bins of all keys of the words, by the bins of every word's four; -1 for those that are not searched."""
-    b0 = bin_or_none(bins[0], searched(word, 0, sequence) & mask)
-    b1 = bin_or_none(bins[1], searched(word, 1, sequence) & mask)
-    b2 = bin_or_none(bins[2], searched(word, 2, sequence) & mask)
-    b3 = bin_or_none(bins[3], searched(word, 3, sequence) & mask)
+def least_score(bin: tl.tensor, bins: tl.tensor) -> tl.tensor:
+    """Of a bin; the first holds all small ones, too, and the last all large ones."""
+    shift, first = bins
+    return tl.where(bin >= BINS, _NONE, tl.where(bin > 0, (bin + first) << shift, _EVERY))
+
+
+@triton.jit
+def bins_of_keys(
+    sequence: tl.tensor, word: tl.tensor, mask: tl.tensor, scores: tl.tensor, bins: tl.tensor
+) -> tl.tensor:
+    """The bins of all keys of the words, by the scores of every word's four; -1 for those that are not searched."""
+    s0, s1, s2, s3 = scores
+    b0 = bin_or_none(s0, searched(word, 0, sequence) & mask, bins)
+    b1 = bin_or_none(s1, searched(word, 1, sequence) & mask, bins)
+    b2 = bin_or_none(s2, searched(word, 2, sequence) & mask, bins)
+    b3 = bin_or_none(s3, searched(word, 3, sequence) & mask, bins)
     return tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * SAMPLE_WORDS])
 
 
@@ -351,12 +346,6 @@ def store_counts(sequence: tl.tensor, histogram_ptr: tl.tensor, bins: tl.tensor,
 
 
 @triton.jit
-def bin_or_none(bin: tl.tensor, there: tl.tensor) -> tl.tensor:
-    """The bin where a key is counted; -1 for a key that is not there."""
-    return tl.where(there, tl.minimum(tl.maximum(bin, 0), BINS - 1), -1)
-
-
-@triton.jit
 def load_histograms(histograms_ptr: tl.tensor, bh: tl.tensor, S: tl.constexpr) -> tl.tensor:
     """The histograms of a head's S sampling programs, S times [BINS / 2], past the first-level cache: two bins in a
     word.
@@ -383,9 +372,8 @@ def sum_histograms(loaded: tl.tensor, S: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def threshold(sequence: tl.tensor, counts: tl.tensor) -> tl.tensor:
-    """A limit that about `keep` keys pass: the border bin, above which all are kept, and below which number a key of
-    that bin has to draw to be kept (`border`); int32.
+def cut_of(sequence: tl.tensor, counts: tl.tensor, bins: tl.tensor) -> tl.tensor:
+    """The cut (`border`) that about `keep` keys pass, around a bin.
 
     It is read from the histogram of a sample of the keys, two bins in a word. What is needed of the pair of bins with
     the border comes in one sum over all pairs: every other sum would be a wait of all warps more.
@@ -406,22 +394,8 @@ def threshold(sequence: tl.tensor, counts: tl.tensor) -> tl.tensor:
     inside = tl.where(in_upper, upper, lower)
     above = reaching - lower - tl.where(in_upper, upper, 0)
     draws = draws_below((wanted - above.to(tl.float32)) / tl.maximum(inside, 1).to(tl.float32))
-    return tl.where(keep >= span, -1, 2 * pair + in_upper.to(tl.int32)), draws
-
-
-@triton.jit
-def store_limit(limit_ptr: tl.tensor, least: tl.tensor, above: tl.tensor, draws: tl.tensor) -> None:
-    """Leaves a limit for those that compare with it: the scores from which keys are kept if they draw less than
-    `draws`, and from which all are."""
-    tl.store(limit_ptr, least.to(tl.int32, bitcast=True))
-    tl.store(limit_ptr + 1, above.to(tl.int32, bitcast=True))
-    tl.store(limit_ptr + 2, draws)
-
-
-@triton.jit
-def load_limit(limit_ptr: tl.tensor) -> tl.tensor:
-    """What `store_limit` left, scores as the bits of their type."""
-    return tl.load(limit_ptr), tl.load(limit_ptr + 1), tl.load(limit_ptr + 2)
+    bin = tl.where(keep >= span, -1, 2 * pair + in_upper.to(tl.int32))
+    return least_score(bin, bins), least_score(bin + 1, bins), draws
 
 
 @triton.jit
@@ -461,7 +435,6 @@ def sample_pooled_kernel(
     With PICK every program picks for itself first and writes the same rows: where there are few programs, that costs
     less than another launch.
     """
-    _, _, units_ptr = picked
     bh = tl.program_id(1)
     b = bh // K.HEADS
     sequence = load_sequence(records_ptr, b)
@@ -476,11 +449,8 @@ def sample_pooled_kernel(
         tl.debug_barrier()
     else:
         wait_alone(CHAINED)
-    a0, a1, a2, a3 = sum_rows(sequence, picked, bh, word, mask, K)
-    reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
-    binned = (linear_bin(a0, reach), linear_bin(a1, reach), linear_bin(a2, reach), linear_bin(a3, reach))
-    bins = bins_of_keys(sequence, word, mask, binned)
-    store_histogram(sequence, counted_in, bins, bh, reach, K)
+    sums = sum_rows(sequence, picked, bh, word, mask, K)
+    store_histogram(sequence, counted_in, word, mask, sums, bins_of_sums(picked[2], bh), bh, K)
     let_next_begin(CHAINED)
 
 
@@ -488,29 +458,22 @@ def sample_pooled_kernel(
 def store_histogram(
     sequence: tl.tensor,
     counted_in: tl.tensor,
+    word: tl.tensor,
+    mask: tl.tensor,
+    scores: tl.tensor,
     bins: tl.tensor,
     bh: tl.tensor,
-    reach: tl.tensor | None,
     K: tl.constexpr,
 ) -> None:
-    """Leaves one of a head's S histograms; the last program, if EARLY, reads the limit off their sum.
-
-    reach: of linear bins; None for octaves.
-    """
-    histograms_ptr, arrivals_ptr, limits_ptr = counted_in
-    store_counts(
-        sequence, histograms_ptr + (bh * K.S + tl.program_id(0)) * BINS, bins, K.S * 4 * SAMPLE_WORDS
-    )
+    """Leaves one of a head's S histograms; the last program, if EARLY, reads the cut off their sum."""
+    histograms_ptr, arrivals_ptr, cuts_ptr = counted_in
+    own_ptr = histograms_ptr + (bh * K.S + tl.program_id(0)) * BINS
+    store_counts(sequence, own_ptr, bins_of_keys(sequence, word, mask, scores, bins), K.S * 4 * SAMPLE_WORDS)
     if K.EARLY:
         last = arrives_last(arrivals_ptr, bh)
         if last:
             total = sum_histograms(load_histograms(histograms_ptr, bh, K.S), K.S)
-            border, draws = threshold(sequence, total)
-            if reach is None:
-                least, above = octave_cut(border), octave_cut(border + 1)
-            else:
-                least, above = linear_cut(border, reach), linear_cut(border + 1, reach)
-            store_limit(limits_ptr + bh * LIMIT_WORDS, least, above, draws)
+            store_cut(cuts_ptr + bh * 3, cut_of(sequence, total, bins))
 
 
 @triton.jit
@@ -598,16 +561,12 @@ def combine_kernel(
         peak = tl.load(peaks_ptr + slot * P + tile, mask=inside, other=float("-inf"))
         factor = tl.exp2(peak - tl.sum(tl.where(heads == g, normalisers, 0.0), 0))
         w = summed_weights(logits_ptr, factor, slot * P + tile, within, inside, w, K.BW)
-    w0, w1, w2, w3 = w
     keys, _, _, _, _ = sequence
     blocks = tl.cdiv(keys, 4 * MINI_WORDS)
     block = within // MINI_WORDS * tiles + tile
     word = block * MINI_WORDS + within % MINI_WORDS
     inside = inside & (block < blocks)
-    bins = bins_of_keys(
-        sequence, word, inside, (octave_bin(w0), octave_bin(w1), octave_bin(w2), octave_bin(w3))
-    )
-    store_histogram(sequence, counted_in, bins, bh, None, K)
+    store_histogram(sequence, counted_in, word, inside, w, (_BIN_SHIFT, _LEAST_BIN), bh, K)
     let_next_begin(CHAINED)
 
 
@@ -642,7 +601,7 @@ def search(q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWor
         pick(q_BHGD, records_BF, sizes, work)
     constants, options = TableConstants.of(q_BHGD, sizes), chained(q_BHGD.device)
     picked = (work.rows, work.weights, work.units)
-    found = (work.histograms, work.arrivals, work.limits)
+    found = (work.histograms, work.arrivals, work.cuts)
     if sizes.pooled:
         sample_pooled_kernel[(sizes.samplers, rows)](
             q_BHGD, records_BF, picked, found, _pick_scale(sizes), K=constants, num_warps=8, **options

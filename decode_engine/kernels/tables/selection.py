@@ -27,21 +27,19 @@ from decode_engine.kernels.attention.online_softmax import (
     store_partial,
 )
 from decode_engine.kernels.attention.sparse_attention import distance
-from decode_engine.kernels.border import draw
+from decode_engine.kernels.border import draw, load_cut, passes
 from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
 from decode_engine.kernels.record_fields import KEYS, KV, TAIL, TAIL_KEYS, field, head_rows, searched_keys
 from decode_engine.kernels.tables.search import (
-    LIMIT_WORDS,
-    linear_cut,
+    bins_of_sums,
+    cut_of,
     load_histograms,
-    load_limit,
     load_sequence,
     search,
     searched,
     sum_histograms,
     sum_rows,
     summed_weights,
-    threshold,
     tile_count,
     tile_words,
 )
@@ -54,14 +52,13 @@ COMPACT_WORDS = tl.constexpr(128)
 def compact(
     sequence: tl.tensor,
     scores: tl.tensor,
-    bounds: tl.tensor,
+    cut: tl.tensor,
     head: tl.tensor,
     word: tl.tensor,
     ids_ptr: tl.tensor,
     BW: tl.constexpr,
 ) -> tl.tensor:
-    """Writes the ids of the searched keys that are kept, ascending, and returns how many there are: those whose score
-    reaches `above`, and of those that only reach `least` the ones that draw less than `draws`.
+    """Writes the ids of the searched keys that a cut keeps, ascending, and returns how many there are.
 
     The four keys of a word draw together: a number for every key would double the instructions of their comparison.
 
@@ -69,13 +66,12 @@ def compact(
     of every word would cost more than the scores do. At worst every word is kept: then its place is overwritten only
     by the keys of words up to itself.
     """
-    least, above, draws = bounds
     s0, s1, s2, s3 = scores
-    wanted = tl.where(draw(word, head) < draws, least, above)
-    k0 = (s0 >= wanted) & searched(word, 0, sequence)
-    k1 = (s1 >= wanted) & searched(word, 1, sequence)
-    k2 = (s2 >= wanted) & searched(word, 2, sequence)
-    k3 = (s3 >= wanted) & searched(word, 3, sequence)
+    drawn = draw(word, head)
+    k0 = passes(s0.to(tl.int32, bitcast=True), drawn, cut) & searched(word, 0, sequence)
+    k1 = passes(s1.to(tl.int32, bitcast=True), drawn, cut) & searched(word, 1, sequence)
+    k2 = passes(s2.to(tl.int32, bitcast=True), drawn, cut) & searched(word, 2, sequence)
+    k3 = passes(s3.to(tl.int32, bitcast=True), drawn, cut) & searched(word, 3, sequence)
     kept = k0.to(tl.int32) | (k1.to(tl.int32) << 1) | (k2.to(tl.int32) << 2) | (k3.to(tl.int32) << 3)
     some = (kept != 0).to(tl.int32)
     words_ptr = ids_ptr + 3 * BW
@@ -110,20 +106,17 @@ def keep_pooled(
     tile: tl.tensor,
     K: tl.constexpr,
 ) -> tl.tensor:
-    """Keeps the keys of a tile whose summed rows pass the limit.
+    """Keeps the keys of a tile whose summed rows pass the cut.
 
-    counted: the limit, if it was found EARLY, or else the histograms to find it from.
+    counted: the cut, if it was found EARLY, or else the histograms to find it from.
     """
     _, _, units_ptr = picked
     word, mask = tile_words(sequence, tile, K.BW)
     sums = sum_rows(sequence, picked, bh, word, mask, K)
-    if K.EARLY:
-        least, above, draws = counted
-    else:
-        reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
-        border, draws = threshold(sequence, sum_histograms(counted, K.S))
-        least, above = linear_cut(border, reach), linear_cut(border + 1, reach)
-    return compact(sequence, sums, (least, above, draws), bh % K.HEADS, word, ids_ptr, K.BW)
+    cut = counted
+    if not K.EARLY:
+        cut = cut_of(sequence, sum_histograms(counted, K.S), bins_of_sums(units_ptr, bh))
+    return compact(sequence, sums, cut, bh % K.HEADS, word, ids_ptr, K.BW)
 
 
 @triton.jit
@@ -131,13 +124,13 @@ def keep_per_head(
     sequence: tl.tensor,
     scored: tl.tensor,
     ids_ptr: tl.tensor,
-    limit: tl.tensor,
+    cut: tl.tensor,
     bh: tl.tensor,
     tile: tl.tensor,
     P: tl.tensor,
     K: tl.constexpr,
 ) -> tl.tensor:
-    """Keeps the keys of a tile whose softmaxes, summed over the heads, pass the limit."""
+    """Keeps the keys of a tile whose softmaxes, summed over the heads, pass the cut."""
     logits_ptr, peaks_ptr, normalisers_ptr = scored
     word, mask = tile_words(sequence, tile, K.BW)
     zero = tl.zeros([K.BW], tl.float32)
@@ -146,9 +139,7 @@ def keep_per_head(
         slot = bh * K.L + g
         factor = tl.exp2(tl.load(peaks_ptr + slot * P + tile) - tl.load(normalisers_ptr + slot))
         w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, K.BW), mask, w, K.BW)
-    least, above, draws = limit
-    least, above = least.to(tl.float32, bitcast=True), above.to(tl.float32, bitcast=True)
-    return compact(sequence, w, (least, above, draws), bh % K.HEADS, word, ids_ptr, K.BW)
+    return compact(sequence, w, cut, bh % K.HEADS, word, ids_ptr, K.BW)
 
 
 @triton.jit
@@ -162,12 +153,11 @@ def keep_keys(
     K: tl.constexpr,
 ) -> tl.tensor:
     """Writes the ids of a tile's kept keys, and returns how many there are; none for a tile that is not there."""
-    picked, scored, histograms_ptr, limits_ptr = found
+    picked, scored, histograms_ptr, cuts_ptr = found
     count = 0
     if (tile >= 0) & (tile < tile_count(sequence, K.BW)):
         # Read first, added up last: the scores are on their way meanwhile.
-        limit_ptr = limits_ptr + bh * LIMIT_WORDS
-        counted = load_limit(limit_ptr) if K.EARLY else load_histograms(histograms_ptr, bh, K.S)
+        counted = load_cut(cuts_ptr + bh * 3, "") if K.EARLY else load_histograms(histograms_ptr, bh, K.S)
         if K.POOLED:
             count = keep_pooled(sequence, picked, ids_ptr, counted, bh, tile, K)
         else:
@@ -210,7 +200,7 @@ def select(
 def found_by(work: TableWork) -> tuple[Any, ...]:
     """What the search leaves."""
     picked = (work.rows, work.weights, work.units)
-    return picked, (work.logits, work.peaks, work.normalisers), work.histograms, work.limits
+    return picked, (work.logits, work.peaks, work.normalisers), work.histograms, work.cuts
 
 
 NEAR_RUNS = tl.constexpr(8)  # runs of exact rows that a program without a tile takes before others help

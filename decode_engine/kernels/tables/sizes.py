@@ -31,9 +31,6 @@ BIN_SHIFT, LEAST_BIN = 19, (127 - 29) << 4
 """A summed weight's bin is the upper bits of the float32 number: 16 bins an octave, from 2^-29 to 2^3, which the sum of
 eight softmaxes reaches."""
 
-LIMIT_WORDS = 4
-"""Of 32 bits for a KV head's limit: least, above, draws, and one that is not used."""
-
 SAMPLE_KEYS = 1024
 """Keys that one sampling program scores."""
 
@@ -225,8 +222,8 @@ class TableWork:
     sum is worth as a logit, and the largest sum there can be. Per head, logits [B, H, L, P, tile/4] int32: four weights
     exp(logit) in a word, relative to the tile's largest, a byte each (5 exponent and 3 mantissa bits); peaks, masses
     [B, H, L, P] float32: log2 of the largest weight, and the sum of them; normalisers [B, H, L] float32: log2 of the
-    sum of all weights. histograms [B, H, samplers, BINS] int16: sampled keys by score. limits [B, H, LIMIT_WORDS]
-    int32: which keys are kept, where that is found early (`limits.store_limit`); arrivals [B, H] int32: counters for
+    sum of all weights. histograms [B, H, samplers, BINS] int16: sampled keys by score. cuts [B, H, 3]
+    int32: which keys are kept (`border`), where that is found early; arrivals [B, H] int32: counters for
     that, zero between steps. ids [B, H, P, tile] int32: the kept keys of every tile, ascending inside it.
     """
 
@@ -239,7 +236,7 @@ class TableWork:
     histograms: Tensor
     arrivals: Tensor
     normalisers: Tensor
-    limits: Tensor
+    cuts: Tensor
     ids: Tensor
     partials: Partials
 
@@ -262,7 +259,7 @@ class TableWork:
             histograms=empty(torch.int16, sizes.samplers, BINS),
             arrivals=torch.zeros(size, heads, dtype=i32, device=device),
             normalisers=empty(f32, queries),
-            limits=empty(i32, LIMIT_WORDS),
+            cuts=empty(i32, 3),
             ids=empty(i32, tiles, tile),
             partials=Partials.allocate(size * heads, sizes.programs, sizes.group, sizes.head_dim, device),
         )

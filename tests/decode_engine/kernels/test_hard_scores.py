@@ -19,13 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decode_engine.kernels.border import (
-    DRAW_STEP,
     draw,
     draw_reference,
     draws_below,
     draws_below_reference,
-    moved_reference,
-    stretch_of_reference,
+    sampled_run_reference,
 )
 from decode_engine.kernels.records import records_of
 from decode_engine.kernels.tables import reference as tables
@@ -153,8 +151,7 @@ def test_counts_are_those_of_a_cpu(
 @pytest.mark.parametrize(("runs", "turns"), [(1024, 256), (2044, 512), (4094, 512), (16384, 256)])
 @pytest.mark.parametrize("period", [2, 3, 4])
 def test_of_text_that_repeats_itself_all_parts_are_sampled(runs: int, turns: int, period: int) -> None:
-    turn = torch.arange(turns)
-    taken = moved_reference(turn, turns, runs, stretch_of_reference(turn, turns))
+    taken = sampled_run_reference(torch.arange(turns), turns, runs)
     assert len(taken.unique()) == turns
     assert 0 <= int(taken.min()) <= int(taken.max()) < runs
     parts = (taken % period).bincount(minlength=period) * period / turns
@@ -166,7 +163,7 @@ def draws_kernel(
     shares_ptr: tl.tensor, drawn_ptr: tl.tensor, below_ptr: tl.tensor, head: tl.tensor, COUNT: tl.constexpr
 ) -> None:
     n = tl.arange(0, COUNT)
-    tl.store(drawn_ptr + n, draw(n * 4, head) + DRAW_STEP)
+    tl.store(drawn_ptr + n, draw(n * 4 + 1, head))
     tl.store(below_ptr + n, draws_below(tl.load(shares_ptr + n)))
 
 

@@ -6,14 +6,16 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.runtime.jit import ConstexprFunction
+from triton.language.core import is_builtin
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from decode_engine.kernels.coarse import (
     key_tiles,
@@ -29,6 +31,17 @@ from tests.support.warps.warp_interpreter import Language, Numbers, multiply
 WARP_MODULES = (registers, key_tiles, value_tiles, warp_reads, search, warp_pass, warp_values)
 
 
+_RUNNING = SimpleNamespace(language=Language((0, 0), (1, 1)))
+"""The program that runs."""
+
+
+class _Triton:
+    """The language of functions in Triton that kernels in Gluon call."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_RUNNING.language, name)
+
+
 class _Launched:
     """A kernel as launches call it: kernel[grid](...)."""
 
@@ -41,7 +54,7 @@ class _Launched:
         def run(*arguments: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
             numbers = [_argument(each) for each in arguments]
             for program in itertools.product(*map(range, sizes)):
-                language = Language(program, sizes)
+                language = _RUNNING.language = Language(program, sizes)
                 for module in WARP_MODULES:
                     module.gl = language  # type: ignore[attr-defined]
                     if hasattr(module, "async_copy"):
@@ -68,6 +81,20 @@ def _argument(value: Any) -> Any:
     return Numbers(np.float32(value)) if isinstance(value, float) else value
 
 
+def _called(function: Any) -> FunctionType:
+    """A function in Triton, in the language that runs kernels in Gluon."""
+    around = {**function.fn.__globals__, "tl": _Triton()}
+    for name in {*function.fn.__code__.co_names} & {*around} - {"tl"}:
+        own = around[name]
+        if isinstance(own, JITFunction | InterpretedFunction):
+            around[name] = _called(own)
+        elif is_builtin(own):  # of a device's alone: waiting for a launch
+            around[name] = lambda: None
+        else:
+            around[name] = _plain(own)
+    return FunctionType(function.fn.__code__, around)
+
+
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Inside, kernels of one warp run here."""
@@ -78,6 +105,8 @@ def interpreted() -> Iterator[None]:
                 if isinstance(value, GluonJITFunction):
                     launched = value.__name__.endswith("_kernel")
                     vars(module)[name] = _Launched(value.fn) if launched else value.fn
+                elif isinstance(value, JITFunction | InterpretedFunction):
+                    vars(module)[name] = _called(value)
                 elif isinstance(value, ConstexprFunction):
                     vars(module)[name] = value.fn
                 elif isinstance(value, gl.constexpr):

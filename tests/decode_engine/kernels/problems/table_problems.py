@@ -64,7 +64,7 @@ def poisoned(plan: TableSizes, size: int) -> tuple[TableWork, Tensor]:
         buffer.fill_(torch.nan)
     for buffer in (work.units, work.peaks, work.masses, work.normalisers):
         buffer.fill_(torch.nan)
-    work.limits.fill_(-(2**30))
+    work.cuts.fill_(-(2**30))
     work.ids.fill_(-(2**30))
     return work, work.counts().fill_(2**30)
 

@@ -1,4 +1,4 @@
-"""Limits of the query-table kernels: what is counted, the limit read off it, and the scores where bins begin.
+"""Cuts of the query-table kernels: what is counted, the cut read off it, and the scores where bins begin.
 
 Shape legend: S sampling programs of a KV head, K keys that each of them samples.
 """
@@ -12,15 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from decode_engine.kernels.border import EVERY, store_cut
 from decode_engine.kernels.tables import reference
 from decode_engine.kernels.tables.search import (
     BINS,
-    linear_bin,
-    linear_cut,
+    bin_or_none,
+    bins_of_sums,
+    cut_of,
+    least_score,
     load_histograms,
     store_counts,
     sum_histograms,
-    threshold,
 )
 from decode_engine.kernels.tables.sizes import SAMPLE_KEYS
 from tests.decode_engine.kernels.problems.table_problems import DEVICE
@@ -49,23 +51,22 @@ def limit_kernel(
 ) -> None:
     """The limit of a head's histograms."""
     counts = sum_histograms(load_histograms(histograms_ptr, 0, S), S)
-    border, draws = threshold((0, 0, span, keep, 0), counts)
-    tl.store(limit_ptr, border)
-    tl.store(limit_ptr + 1, draws)
+    store_cut(limit_ptr, cut_of((0, 0, span, keep, 0), counts, (0, 0)))
 
 
 @triton.jit
-def cuts_kernel(
-    reaches_ptr: tl.tensor, cuts_ptr: tl.tensor, least_ptr: tl.tensor, below_ptr: tl.tensor, N: tl.constexpr
+def least_kernel(
+    units_ptr: tl.tensor, scores_ptr: tl.tensor, least_ptr: tl.tensor, below_ptr: tl.tensor, N: tl.constexpr
 ) -> None:
     """Where every bin begins, and the bins of that sum and of the one before, for one reach."""
-    reach = tl.load(reaches_ptr + tl.program_id(0))
+    row = tl.program_id(0)
+    bins = bins_of_sums(units_ptr, row)
     bin = tl.arange(0, N)
-    cut = linear_cut(bin, reach)
-    at = tl.program_id(0) * N + bin
-    tl.store(cuts_ptr + at, cut)
-    tl.store(least_ptr + at, linear_bin(cut, reach))
-    tl.store(below_ptr + at, linear_bin(cut - 1, reach))
+    least = least_score(bin, bins)
+    at = row * N + bin
+    tl.store(scores_ptr + at, least)
+    tl.store(least_ptr + at, bin_or_none(least, bin >= 0, bins))
+    tl.store(below_ptr + at, bin_or_none(least - 1, bin >= 0, bins))
 
 
 def sampled_bins(name: str) -> Tensor:
@@ -107,20 +108,21 @@ def test_limits_are_those_of_all_bins(share: float, name: str) -> None:
     histograms = counted(bins, span, keep)
     there = bins[bins >= 0]
     expected = reference.threshold(there.long(), SimpleNamespace(keep=keep, first=0, end=span))  # type: ignore[arg-type]
-    limit = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    limit = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     limit_kernel[(1,)](histograms, limit, span, keep, S=PROGRAMS)
-    border, draws = limit.tolist()
+    border, above, draws = limit.tolist()
     assert border == expected[0]
-    assert abs(draws - int(expected[1])) <= 2**9  # a share is rounded otherwise
+    assert above == expected[1] or border == BINS.value - 1
+    assert abs(draws - int(expected[2])) <= 2**9  # a share is rounded otherwise
     every = torch.stack([program[program >= 0].long().bincount(minlength=BINS.value) for program in bins])
     assert torch.equal(histograms.sum(1).cpu(), every.sum(1))
     assert torch.equal(histograms[:, border:].long().cpu(), every[:, border:])
 
 
 def test_where_every_key_is_kept_nothing_has_to_be_drawn() -> None:
-    limit = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    limit = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     limit_kernel[(1,)](counted(sampled_bins("normal"), 5000, 5000), limit, 5000, 5000, S=PROGRAMS)
-    assert int(limit[0]) == -1
+    assert limit[:2].tolist() == [EVERY, EVERY]
 
 
 def test_bins_far_below_the_border_are_counted_together() -> None:
@@ -135,14 +137,18 @@ def test_bins_far_below_the_border_are_counted_together() -> None:
 def test_bins_begin_where_their_least_sum_lies() -> None:
     """To the last bit, for reaches of all sizes: of tables without weight to the largest there are."""
     reaches = torch.cat(
-        [torch.tensor([1.0, 127.0, 127.0 * 255, 127.0 * 255 * 32]), torch.rand(60) * 1e6 + 1.0]
-    )
-    reaches = reaches.floor().to(DEVICE)
+        [torch.tensor([0.0, 127.0, 127.0 * 255, 127.0 * 255 * 32]), torch.rand(60) * 1e6 + 1.0]
+    ).floor()
+    units = torch.stack([torch.full_like(reaches, torch.nan), reaches], 1).to(DEVICE)
     shape = (len(reaches), BINS.value)
-    cuts, least, below = (torch.zeros(shape, dtype=torch.int32, device=DEVICE) for _ in range(3))
-    cuts_kernel[(len(reaches),)](reaches, cuts, least, below, N=BINS.value)
+    scores, least, below = (torch.zeros(shape, dtype=torch.int32, device=DEVICE) for _ in range(3))
+    least_kernel[(len(reaches),)](units, scores, least, below, N=BINS.value)
     inner = slice(1, None)  # all sums are in the first bin or above
     bins = torch.arange(BINS.value, device=DEVICE)[inner]
-    assert bool((least[:, inner] >= bins).all())
-    assert bool((below[:, inner] < bins).all())
-    assert bool((cuts[:, 0] == -(2**30)).all())
+    assert bool((least[:, inner] == bins).all())
+    assert bool((below[:, inner] == bins - 1).all())
+    assert bool((scores[:, 0] == EVERY).all())
+    for reach, of_reach in zip(reaches.tolist(), scores.cpu(), strict=True):
+        ends = [int((of_reach <= end).sum()) for end in (-reach, reach)]
+        assert 1 <= ends[0] <= ends[1] <= BINS.value
+        assert ends[1] - ends[0] >= min(2 * reach, BINS.value // 2 - 1)
