@@ -557,6 +557,19 @@ def test_a_file_that_comes_drop_by_drop_has_an_end(
     assert answer.startswith(b"HTTP/1.1 408"), answer
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/files"])
+def test_who_goes_before_the_request_is_whole_is_no_failure_of_the_server(
+    server: DecodeServer, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+    with Gateway("127.0.0.1:0", server.grpc) as gateway, caplog.at_level(logging.INFO):
+        with raw(gateway) as leaving:
+            leaving.sendall(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n".encode())
+        wait_until(lambda: f"POST {path} " in caplog.text, 60)
+    assert f"POST {path} 499" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_who_goes_on_sending_what_was_answered_is_ended(server: DecodeServer) -> None:
     """Of a body that nobody reads any more, neither drops nor silence hold the connection."""
     head = "POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
