@@ -185,6 +185,8 @@ def test_contexts_come_in_pages(web: httpx.Client, lamp: str, shelf: str) -> Non
     second = web.get("/v1/contexts", params={"page_size": 1, "page_token": first["next_page_token"]}).json()
     assert second["data"][0]["id"] != first["data"][0]["id"]
     assert web.get("/v1/contexts", params={"page_token": "made up"}).status_code == 400
+    refused = web.get("/v1/contexts", params={"label": ["team=law", "team"]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "label")
 
 
 def test_pages_of_other_origins_may_ask_only_where_that_is_said(

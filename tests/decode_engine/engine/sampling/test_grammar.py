@@ -142,7 +142,7 @@ def test_tokens_that_may_not_come_are_refused(vocabulary: Tried, tokenizer: Toke
     [logits_V] = edit_logits_reference(torch.zeros(1, SIZE), [Edits(allowed_W=obeyed.allowed())])
     assert logits_V[letter] == -torch.inf
     assert logits_V[0] == -torch.inf, "no end before it is whole"
-    with pytest.raises(InvalidArgumentError, match="any more: .*satisfy the grammar"):
+    with pytest.raises(InvalidArgumentError, match=r"any more: .*satisfy the grammar"):
         obeyed.take(letter)
 
 
