@@ -192,6 +192,7 @@ def _open_meter(
     with ExitStack() as stack:
         runner = ModelRunner(resolve_model(config.model), device, manifest.dtype, weights=config.weights)
         stack.callback(runner.close)
+        runner.check(manifest)
         arena = arena_for([manifest], device, config.placement)
         resident = stack.enter_context(arena.acquire(store, manifest.id))
         yield KlMeter(runner, resident, _texts(resident, runner.tokenizer, config.prompts))

@@ -312,7 +312,10 @@ def _unpacking(encoding: str) -> Callable[[bytes, int], bytes]:
 
 
 def bounded_receive(receive: Receive, most_bytes: int, seconds: float) -> Receive:
-    """What arrives of a body, in pieces. Raises HttpError for one too many bytes, or where they are late."""
+    """What arrives of a body, in pieces.
+
+    Raises HttpError for one too many bytes, or where they are late, CancelledError where the client goes before.
+    """
     total, until = 0, time.monotonic() + seconds
 
     async def bounded() -> Message:
@@ -323,6 +326,8 @@ def bounded_receive(receive: Receive, most_bytes: int, seconds: float) -> Receiv
         except TimeoutError as error:
             late = f"nothing of the body came for {_BODY_S:g} s, or not all of it in {seconds:g} s"
             raise HttpError(408, f"{late}; send it with the request", "body_too_late") from error
+        if message["type"] == "http.disconnect":
+            raise CancelledError("the client went before all of its request was here")
         total += len(message.get("body", b""))
         if total > most_bytes:
             raise _too_large(most_bytes)

@@ -131,7 +131,10 @@ async def list_contexts(request: Request) -> Response:
     token, prefix, state = (
         request.query_params.get(name, "") for name in ("page_token", "name_prefix", "state")
     )
-    labels = dict(word.partition("=")[::2] for word in request.query_params.getlist("label"))
+    words = request.query_params.getlist("label")
+    if unlike := [word for word in words if "=" not in word]:
+        raise InvalidArgumentError(f"label is {ascii(unlike[0])[:60]}, expected KEY=VALUE", field="label")
+    labels = dict(word.partition("=")[::2] for word in words)
     page = await LocalVerbs(request).list_page(size, token, name_prefix=prefix, labels=labels, state=state)
     return JsonReply(
         {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import sys
 import tomllib
 from importlib import import_module
@@ -117,6 +118,7 @@ def test_units_start_what_there_is(
     assert set(tomllib.loads(shown)) - set(tomllib.loads(settings)) >= {"quotas"}
     limit = float(dict(values)["TimeoutStopSec"])
     assert limit > tomllib.loads(settings).get("grace", 0) + IN_ORDER_S
+    assert dict(values)["SuccessExitStatus"] == str(128 + signal.SIGTERM)
 
 
 def test_systemd_takes_the_units(tmp_path: Path) -> None:
@@ -125,6 +127,7 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
         *("Description", "After", "Wants", "Type", "User", "StateDirectory", "CacheDirectory"),
         "LogsDirectory",
         *("Environment", "ExecStartPre", "ExecStart", "KillMode", "TimeoutStopSec", "Restart"),
+        "SuccessExitStatus",
         *("LimitNOFILE", "Nice"),
         *("NoNewPrivileges", "PrivateTmp", "ProtectHome", "ProtectSystem", "WantedBy"),
     }

@@ -225,6 +225,12 @@ def allowed_bits(matcher: LLMatcher) -> bytes:
     return allowed
 
 
+def consume(matcher: LLMatcher, token: int) -> None:
+    """The answer goes on with this token. Raises UnfitConstraintError where it may not, or where that is too much."""
+    if not matcher.consume_token(token):
+        raise UnfitConstraintError(_reason(matcher.get_error()))
+
+
 def allowed_tokens(matcher: LLMatcher) -> Sequence[int]:
     """The same as ids, in their order."""
     return [
@@ -417,7 +423,7 @@ def _try(vocabulary: LLTokenizer, constraint: Constraint) -> str:
                 return "it is too complex (tokens take too long to be checked)"
             if not tokens:
                 raise DeadEndError("an answer may begin in a way that no token of this model can follow")
-            matcher.consume_token(draw.choice(tokens))
+            consume(matcher, draw.choice(tokens))
             begun = True
             if matcher.is_stopped():
                 break

@@ -15,6 +15,7 @@ from decode_engine.engine.sampling.constraints import (
     UnfitConstraintError,
     Vocabulary,
     allowed_bits,
+    consume,
     make_matcher,
     unfit,
 )
@@ -87,10 +88,7 @@ class ObeyedGrammar:
                 self._next.set_result(allowed_bits(self._matcher))
             return np.frombuffer(self._next.result(timeout=_MASK_S), dtype=np.int32)
         except (UnfitConstraintError, TimeoutError) as error:
-            reason = str(error) or f"it took more than {_MASK_S:g} s to find the next token"
-            raise InvalidArgumentError(
-                f"the constraint cannot be obeyed any more: {reason}; simplify it", field="constraint"
-            ) from error
+            raise _no_more(str(error) or f"it took more than {_MASK_S:g} s to find the next token") from error
 
     def take(self, token: int) -> None:
         """The answer goes on with this token. Raises InvalidArgumentError where it may not.
@@ -99,11 +97,16 @@ class ObeyedGrammar:
         """
         if self.ended:
             return
-        if not self._matcher.consume_token(token):
-            raise InvalidArgumentError(
-                f"the constraint cannot be obeyed any more: {self._matcher.stop_reason()}; simplify it",
-                field="constraint",
-            )
+        try:
+            consume(self._matcher, token)
+        except UnfitConstraintError as error:
+            raise _no_more(str(error)) from error
         self.ended = bool(self._matcher.is_stopped())
         if not self.ended:
             self._next = self._threads.submit(allowed_bits, self._matcher)
+
+
+def _no_more(reason: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"the constraint cannot be obeyed any more: {reason}; simplify it", field="constraint"
+    )

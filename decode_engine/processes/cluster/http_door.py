@@ -70,8 +70,6 @@ class HttpForwarding:
             coming, pieces = bounded_receive(receive, most, _BODY_S), []
             while True:
                 message = await coming()
-                if message["type"] == "http.disconnect":
-                    return
                 pieces.append(message.get("body", b""))
                 held += len(pieces[-1])
                 self._body_bytes += len(pieces[-1])

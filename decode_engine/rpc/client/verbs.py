@@ -312,14 +312,16 @@ def message(kind: type[MessageT], within: str = "", /, **fields: Any) -> Message
             given = [given] if texts and isinstance(given, str) else given
             made.MergeFrom(kind(**{name: given}))
         except (ValueError, TypeError, OverflowError) as error:
-            raise _unfit(within + name, value, error) from error
+            enum = None if field is None else field.enum_type
+            reason = f"expected one of {', '.join([*enum.values_by_name][1:])}" if enum else error
+            raise _unfit(within + name, value, reason) from error
     return made
 
 
-def _unfit(field: str, value: object, error: Exception) -> InvalidArgumentError:
+def _unfit(field: str, value: object, reason: object) -> InvalidArgumentError:
     text = ascii(value)  # what cannot be sent can often not be printed either
     shown = text if len(text) <= 60 else f"{text[:57]}..."
-    return InvalidArgumentError(f"{field} is {shown}, which no request can carry: {error}", field=field)
+    return InvalidArgumentError(f"{field} is {shown}, which no request can carry: {reason}", field=field)
 
 
 LOOK_S = 30.0

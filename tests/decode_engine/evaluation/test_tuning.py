@@ -204,6 +204,7 @@ def test_nothing_that_is_enough_ends_with_1_and_the_best(
     [
         (("--target-kl", "0"), "number above 0"),
         (("--target-kl", "0.1", "--methods", "full"), "no budget to tune"),
+        (("--target-kl", "5", "--methods", "quest", "--model", "reader"), "was prefilled by"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

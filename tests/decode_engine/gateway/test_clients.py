@@ -185,6 +185,8 @@ def test_contexts_come_in_pages(web: httpx.Client, lamp: str, shelf: str) -> Non
     second = web.get("/v1/contexts", params={"page_size": 1, "page_token": first["next_page_token"]}).json()
     assert second["data"][0]["id"] != first["data"][0]["id"]
     assert web.get("/v1/contexts", params={"page_token": "made up"}).status_code == 400
+    refused = web.get("/v1/contexts", params={"label": ["team=law", "team"]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "label")
 
 
 def test_pages_of_other_origins_may_ask_only_where_that_is_said(
@@ -555,6 +557,19 @@ def test_a_file_that_comes_drop_by_drop_has_an_end(
     with Gateway("127.0.0.1:0", server.grpc, bounds=Bounds(head_s=1.0)) as gateway:
         answer = dripped(gateway, f"POST /v1/files HTTP/1.1\r\nHost: x\r\n{kind}")
     assert answer.startswith(b"HTTP/1.1 408"), answer
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/files"])
+def test_who_goes_before_the_request_is_whole_is_no_failure_of_the_server(
+    server: DecodeServer, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+    with Gateway("127.0.0.1:0", server.grpc) as gateway, caplog.at_level(logging.INFO):
+        with raw(gateway) as leaving:
+            leaving.sendall(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n".encode())
+        wait_until(lambda: f"POST {path} " in caplog.text, 60)
+    assert f"POST {path} 499" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_who_goes_on_sending_what_was_answered_is_ended(server: DecodeServer) -> None:

@@ -142,8 +142,16 @@ def test_tokens_that_may_not_come_are_refused(vocabulary: Tried, tokenizer: Toke
     [logits_V] = edit_logits_reference(torch.zeros(1, SIZE), [Edits(allowed_W=obeyed.allowed())])
     assert logits_V[letter] == -torch.inf
     assert logits_V[0] == -torch.inf, "no end before it is whole"
-    with pytest.raises(InvalidArgumentError, match="cannot be obeyed any more"):
+    with pytest.raises(InvalidArgumentError, match=r"any more: .*satisfy the grammar"):
         obeyed.take(letter)
+
+
+def test_what_is_too_much_only_behind_a_token_is_refused_before_the_answer(vocabulary: Tried) -> None:
+    """All 800 properties may follow a brace, each with a pattern of its own."""
+    names = {f"p{size}": {"type": "string", "pattern": f"^(a|b){{{size}}}$"} for size in range(800)}
+    schema = {"type": "object", "properties": names, "additionalProperties": False}
+    with pytest.raises(InvalidArgumentError, match=r"cannot be obeyed: .* items; max is"):
+        vocabulary.compile(Constraint("json_schema", json.dumps(schema)))
 
 
 def test_what_dies_in_its_trial_is_refused_and_the_next_one_is_tried(

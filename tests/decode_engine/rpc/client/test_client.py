@@ -228,6 +228,7 @@ UNSENDABLE: list[tuple[Callable[[Client], object], str, str]] = [
     (lambda client: client.update_context("contexts/x", labels={HALF: None}), "paths", "^paths is "),
     (lambda client: client.get_context(HALF), "name", "^name is "),
     (lambda client: next(client.list_contexts(name_prefix=HALF)), "name_prefix", "^name_prefix is "),
+    (lambda client: next(client.list_contexts(state="ready")), "state", "expected one of READY, "),
     (lambda client: client.create_context(HALF), "text", "half a character at 1"),
     (lambda client: client.create_context(HALF * 2**21), "text", "half a character at 1"),  # to be uploaded
     (lambda client: client.create_context("x", labels={"a": HALF}), "labels", "^labels is "),
