@@ -189,8 +189,8 @@ async def _begin(request: Request, asked: Asked, shape: Shape) -> Response:
 
     async def events() -> AsyncGenerator[bytes, None]:
         try:
-            yield shape.begin()
             said = await first
+            yield shape.begin()  # not before: clients take it for the first token, and measure when it came
             if said is not None:
                 yield shape.piece(said)
             async for said in pieces:
