@@ -753,9 +753,8 @@ class GenerateFields(TypedDict, total=False):
     is the default. It counts nothing against other tenants."""
     ignore_eos: bool | None
     """Whether the answer goes on behind the model's own tokens that end one, up to `max_tokens`; `stop` and
-    `stop_token_ids` still end it. They count as any other token, and what is kept has them; their text is not sent.
-    Not together with `constraint` and a `tool_choice` other than NONE, whose answers end by them. Before `min_tokens`
-    none comes."""
+    `stop_token_ids` still end it. Such tokens count as all others, and what is kept has them; their text is not
+    sent."""
 
 
 class CreateFields(TypedDict, total=False):
