@@ -287,7 +287,7 @@ class Job(Generic[SessionT]):
 
         whole: the answer is, by its grammar.
         """
-        ends_sequence = token_id in self.work.end_ids
+        ends_sequence = token_id in self.work.end_ids and not self.order.ignore_eos
         ends = ends_sequence or token_id in self.order.stop_token_ids
         self.last_token = token_id
         self.generated += 1

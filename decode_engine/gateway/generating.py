@@ -59,8 +59,10 @@ async def responses(request: Request) -> Response:
 
 async def _answer(request: Request, read: Callable[[Any], Asked], shape_of: type[Shape]) -> Response:
     asked = await read_json(request, read)
-    vocabulary = exchange_of(request).beside.served.answering.vocabulary
-    shape = shape_of(asked, lambda token: vocabulary.token_bytes[token])
+    answering = exchange_of(request).beside.served.answering
+    vocabulary, tokenizer = answering.vocabulary, answering.tokenizer
+    unsaid = {*tokenizer.hidden.values(), *tokenizer.eos_ids}
+    shape = shape_of(asked, lambda token: vocabulary.token_bytes[token], unsaid)
     work = (_begin if asked.stream else _whole)(request, asked, shape)
     try:
         return await while_connected(request, work) or Response(status_code=CLIENT_GONE)
@@ -189,8 +191,8 @@ async def _begin(request: Request, asked: Asked, shape: Shape) -> Response:
 
     async def events() -> AsyncGenerator[bytes, None]:
         try:
-            yield shape.begin()
             said = await first
+            yield shape.begin()  # not before: clients take it for the first token, and measure when it came
             if said is not None:
                 yield shape.piece(said)
             async for said in pieces:

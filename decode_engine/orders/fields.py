@@ -321,6 +321,12 @@ FIELDS = (
     ),
     _number("min_tokens", _integers(0, bounds.MAX_INT32), "Tokens before which the answer does not end."),
     Field(
+        name="ignore_eos",
+        kind=FLAG,
+        says="Go on behind the model's own end tokens, up to the most tokens, as load generators ask.",
+        flag="--ignore-eos",
+    ),
+    Field(
         name="stop_token_ids",
         kind=TOKENS,
         says=f"Up to {bounds.MAX_STOP_TOKENS} tokens that end the answer.",

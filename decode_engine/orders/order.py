@@ -112,6 +112,7 @@ class Order(Struct, frozen=True, omit_defaults=True, kw_only=True):
     constraint: Constraint | None = None
     stops: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
     method: str = ""
     keep_ratio: float | None = None
     target_mass: float | None = None
@@ -214,7 +215,7 @@ def _check_stops(order: Order) -> None:
 
 
 def _check_answers(order: Order) -> None:
-    """Checks how many answers are wanted, and where they end."""
+    """Checks how many answers are wanted, and of how many tokens."""
     if order.answers > 1 and order.sampling.greedy:
         raise InvalidArgumentError(
             f"n is {order.answers} and nothing is sampled, so that all answers would be the same; expected n 1, or a "
@@ -225,12 +226,6 @@ def _check_answers(order: Order) -> None:
     if order.max_tokens and least > order.max_tokens:
         raise InvalidArgumentError(
             f"min_tokens is {least}, expected at most max_tokens, which is {order.max_tokens}",
-            field="min_tokens",
-        )
-    if least and order.constraint is not None:
-        raise InvalidArgumentError(
-            f"min_tokens is {least} beside a constraint, which alone says where an answer may end; "
-            "expected only one of them",
             field="min_tokens",
         )
 
@@ -244,24 +239,25 @@ def _check_turns(order: Order) -> None:
 
 
 def _check_choice(order: Order) -> None:
+    """Checks the choice of tools, and what does not go with calls and constraints: these say where answers end."""
     choice: ToolChoice = order.choice
     check_count("tool_choice", choice.names, MAX_TOOLS, "names")
     for name in choice.names:
         if len(name) > MAX_NAME or choice.mode == "none":
             raise refused("tool_choice.name", ascii(name[:60]), "the name of a tool that may be called")
-    if choice.mode == "none":
+    calls, constraint = choice.mode != "none", order.constraint
+    if not calls and constraint is None:
         return
+    beside = f"the tool choice {choice.mode.upper()}" if calls else "a constraint"
+    why = "NONE has the model say text alone" if calls else "a constraint says by itself where an answer ends"
     for field, given in (
-        ("constraint", order.constraint is not None and order.constraint.kind != "json_schema"),
+        ("constraint", calls and constraint is not None and constraint.kind != "json_schema"),
         ("min_tokens", bool(order.sampling.min_tokens)),
+        ("ignore_eos", order.ignore_eos),
         ("keep", order.keep is not None),
     ):
         if given:
-            raise refused(
-                field,
-                f"it beside the tool choice {choice.mode.upper()}",
-                "one of them; NONE has the model say text alone",
-            )
+            raise refused(field, f"it beside {beside}", f"one of them; {why}")
 
 
 def _check_keep(order: Order, keep: KeepOptions) -> None:
@@ -278,11 +274,8 @@ def _check_keep(order: Order, keep: KeepOptions) -> None:
             f"max_tokens is {order.max_tokens} and keep.prompt_only is set, which generates nothing; leave one out",
             field="max_tokens",
         )
-    if order.answers > 1 or order.constraint is not None:
-        raise InvalidArgumentError(
-            "keep is set, which goes with a single answer that may be anything; leave out n and constraint",
-            field="keep",
-        )
+    if order.answers > 1:
+        raise InvalidArgumentError("keep is set, which goes with a single answer; leave out n", field="keep")
     if keep.moves and not keep.name:
         raise InvalidArgumentError(
             "keep.move_name is set without keep.display_name, which says what moves", field="keep.move_name"

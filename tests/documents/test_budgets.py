@@ -36,7 +36,7 @@ MOST_LINES = {
     "decode_engine/kernels": 8_890,  # states are copied there, too
     "decode_engine/layers": 2_120,
     "decode_engine/model": 3_010,  # drafts are chosen by time; a CPU's steps in few calls; models' own indexes
-    "decode_engine/orders": 970,
+    "decode_engine/orders": 965,
     "decode_engine/processes": 3_330,  # draining by a client, ends told by the kernel; front doors of a cluster on Ray
     "decode_engine/rpc": 7_570,  # who calls, what they may, and what was refused; what is made again; several servers
     "decode_engine/settings": 600,  # the file of quotas

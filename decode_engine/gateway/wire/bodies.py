@@ -88,7 +88,6 @@ _NEIGHBOURS = (
     *(refused(name, "nothing is searched but the context") for name in ("search", "enable_search")),
     refused("safe_prompt", "nothing is said but what was sent"),
     *taken("num_ctx", "a prompt that is too long is refused in any case"),
-    refused("ignore_eos", "`min_tokens` is how an answer goes on"),
     refused("skip_special_tokens", _FREE, True),
     refused("spaces_between_special_tokens", _FREE, True),
     refused("include_stop_str_in_output", "the answer ends before a stop text"),

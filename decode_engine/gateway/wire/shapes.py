@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,9 +62,11 @@ class Shape(ABC):
     prefix: str
     """Of the reply's id."""
 
-    def __init__(self, asked: Asked, bytes_of: BytesOf) -> None:
+    def __init__(self, asked: Asked, bytes_of: BytesOf, unsaid: Collection[int] = ()) -> None:
+        """unsaid: tokens whose bytes are a name, and no part of the text."""
         self.asked = asked
         self.bytes_of = bytes_of
+        self.unsaid = unsaid
         self.created = int(time.time())
         self.id = self.prefix + secrets.token_hex(16)
 
@@ -199,8 +201,8 @@ class CompletionShape(_Choices):
     reply, chunk = replies.CompletionReply, replies.CompletionChunk
     kinds = ("text_completion", "text_completion")
 
-    def __init__(self, asked: Asked, bytes_of: BytesOf) -> None:
-        super().__init__(asked, bytes_of)
+    def __init__(self, asked: Asked, bytes_of: BytesOf, unsaid: Collection[int] = ()) -> None:
+        super().__init__(asked, bytes_of, unsaid)
         self._offsets: dict[int, int] = {}
 
     def _whole(
@@ -210,7 +212,7 @@ class CompletionShape(_Choices):
 
     def _choice(self, said: Said, finished: replies.FinishReason | None) -> replies.CompletionChoice:
         before = self._offsets.get(said.answer, 0)
-        told = completion_logprobs(said.logprobs, before, self.bytes_of)
+        told = completion_logprobs(said.logprobs, before, self.bytes_of, self.unsaid)
         self._offsets[said.answer] = before + len(said.text)
         return replies.CompletionChoice(said.answer, said.text, told, finished)
 
@@ -280,7 +282,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], bytes_of: BytesOf) -> replies.
 
 
 def completion_logprobs(
-    tokens: Sequence[TokenLogprob], offset: int, bytes_of: BytesOf
+    tokens: Sequence[TokenLogprob], offset: int, bytes_of: BytesOf, unsaid: Collection[int]
 ) -> replies.CompletionLogprobs | None:
     """Of completions; None where there are none. offset: of the first token, in characters of the answer."""
     if not tokens:
@@ -288,7 +290,7 @@ def completion_logprobs(
     offsets, decoded = [], b""
     for token in tokens:
         offsets.append(offset + len(decoded.decode("utf-8", "replace")))
-        decoded += bytes_of(token.token_id)
+        decoded += b"" if token.token_id in unsaid else bytes_of(token.token_id)
     return replies.CompletionLogprobs(
         [_text(bytes_of(token.token_id)) for token in tokens],
         [_finite(token.logprob) for token in tokens],
@@ -329,8 +331,8 @@ class ResponseShape(Shape):
 
     prefix = "resp_"
 
-    def __init__(self, asked: Asked, bytes_of: BytesOf) -> None:
-        super().__init__(asked, bytes_of)
+    def __init__(self, asked: Asked, bytes_of: BytesOf, unsaid: Collection[int] = ()) -> None:
+        super().__init__(asked, bytes_of, unsaid)
         self._number = 0
         self._items: list[replies.MessageItem | replies.CallItem] = []
         self._parts: list[str] = []

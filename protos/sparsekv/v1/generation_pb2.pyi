@@ -33,7 +33,7 @@ class Keep(_message.Message):
     def __init__(self, display_name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_only: bool = ..., move_name: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("context", "text", "token_ids", "question", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "method", "keep_ratio", "target_mass", "token_budget", "search_period", "n", "top_logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "constraint", "min_tokens", "tool_choice", "explain", "map_every", "keep", "priority")
+    __slots__ = ("context", "text", "token_ids", "question", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "method", "keep_ratio", "target_mass", "token_budget", "search_period", "n", "top_logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "constraint", "min_tokens", "tool_choice", "explain", "map_every", "keep", "priority", "ignore_eos")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class GenerateRequest(_message.Message):
     MAP_EVERY_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     context: str
     text: str
     token_ids: TokenIds
@@ -103,7 +104,8 @@ class GenerateRequest(_message.Message):
     map_every: int
     keep: Keep
     priority: int
-    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., question: _Optional[str] = ..., messages: _Optional[_Union[_conversation_pb2.Conversation, _Mapping]] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., method: _Optional[str] = ..., keep_ratio: _Optional[float] = ..., target_mass: _Optional[float] = ..., token_budget: _Optional[int] = ..., search_period: _Optional[int] = ..., n: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., prompt_logprobs: bool = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., min_tokens: _Optional[int] = ..., tool_choice: _Optional[_Union[_conversation_pb2.ToolChoice, _Mapping]] = ..., explain: bool = ..., map_every: _Optional[int] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+    ignore_eos: bool
+    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., question: _Optional[str] = ..., messages: _Optional[_Union[_conversation_pb2.Conversation, _Mapping]] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., method: _Optional[str] = ..., keep_ratio: _Optional[float] = ..., target_mass: _Optional[float] = ..., token_budget: _Optional[int] = ..., search_period: _Optional[int] = ..., n: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., prompt_logprobs: bool = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., min_tokens: _Optional[int] = ..., tool_choice: _Optional[_Union[_conversation_pb2.ToolChoice, _Mapping]] = ..., explain: bool = ..., map_every: _Optional[int] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., priority: _Optional[int] = ..., ignore_eos: bool = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "regex", "choices")

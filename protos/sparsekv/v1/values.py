@@ -751,6 +751,10 @@ class GenerateFields(TypedDict, total=False):
     priority: int | None
     """Of the requests of the caller's tenant that wait, those of a higher priority are admitted first, -100 to 100; 0
     is the default. It counts nothing against other tenants."""
+    ignore_eos: bool | None
+    """Whether the answer goes on behind the model's own tokens that end one, up to `max_tokens`; `stop` and
+    `stop_token_ids` still end it. Such tokens count as all others, and what is kept has them; their text is not
+    sent."""
 
 
 class CreateFields(TypedDict, total=False):

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from decode_engine.errors import EngineCrashedError
-from decode_engine.gateway import exchange, resources
+from decode_engine.gateway import exchange, generating, resources
 from decode_engine.gateway.exchange import Bounds
 from decode_engine.gateway.serving import HEAD_BYTES, Gateway
 from decode_engine.gateway.wire import messages_shape
@@ -367,6 +367,29 @@ def test_a_stream_that_the_server_ends_says_so(library: Library, lamp: str, line
 
         wait_until(lambda: bool(told()))
         assert "ended=SHUTTING_DOWN" in told()[0]
+
+
+def test_a_stream_says_nothing_but_comments_before_its_first_token(
+    library: Library, lamp: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that measure take the first event for the first token."""
+    monkeypatch.setattr(generating, "_FIRST_S", 0.0)
+    monkeypatch.setattr(exchange, "_SILENCE_S", 0.01)
+    asked = {**ASKED, "context": lamp, "stream": True}
+    with (
+        loaded(library.config(max_sessions=1)) as server,
+        Gateway("127.0.0.1:0", server.grpc) as gateway,
+        httpx.Client(timeout=60) as web,
+        web.stream("POST", f"{gateway.url}/v1/completions", json=LONG) as before,
+    ):
+        next(line for line in before.iter_lines() if line.startswith("data:"))
+        with web.stream("POST", f"{gateway.url}/v1/chat/completions", json=asked) as answer:
+            lines = answer.iter_lines()
+            assert [next(lines) for _ in range(4)] == [": waiting", ""] * 2
+            before.close()
+            events = [line for line in lines if line.startswith("data:")]
+        assert '"role":"assistant"' in events[0]
+        assert events[-1] == "data: [DONE]"
 
 
 def test_a_stream_that_its_client_leaves_says_so(

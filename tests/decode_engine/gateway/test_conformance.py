@@ -48,7 +48,7 @@ GIVEN: dict[str, Any] = {
     **{"messages": [{**SAID, "content": "Why?"}], "prompt": "y", "input": "y", "model": "other"},
     **{"context": "lamp", "keep": {"display_name": "kept", "ttl_seconds": 60}},
     **{"method": "full", "keep_ratio": 0.5, "target_mass": 0.5, "token_budget": 5, "search_period": 2},
-    **{"top_k": 5, "repetition_penalty": 1.5, "min_tokens": 1, "stop_token_ids": [5]},
+    **{"top_k": 5, "repetition_penalty": 1.5, "min_tokens": 1, "stop_token_ids": [5], "ignore_eos": True},
     **{"regex": "a+", "choices": ["a"], "max_completion_tokens": 7, "max_tokens": 7, "max_output_tokens": 7},
     **{
         "temperature": 0.5,

@@ -141,6 +141,9 @@ WISHES = {
     "nucleus": Order(sampling=Sampling(temperature=0.9, top_p=0.6, seed=12)),
     "penalties": Order(sampling=Sampling(presence_penalty=0.4, repetition_penalty=1.1)),
     "no early end": Order(sampling=Sampling(min_tokens=30), stop_token_ids=frozenset(range(0, 250, 3))),
+    "ends that are ignored": Order(
+        ignore_eos=True, sampling=Sampling(frequency_penalty=1.5, logit_bias={0: 6.0})
+    ),
     "stop tokens": Order(stop_token_ids=frozenset(range(0, 250, 50))),
     "expression": Order(constraint=Constraint("regex", "(harbour|lamp| ){5,30}")),
     "schema": Order(constraint=Constraint("json_schema", '{"enum": ["harbour", "keeper"]}')),
@@ -160,6 +163,9 @@ def test_requests_get_what_they_get_by_full(llama: Served, wish: str) -> None:
         assert said == tokens
         assert told == logprobs
         assert (own_end.reason, own_end.completion_tokens) == (end.reason, end.completion_tokens)
+        if order.ignore_eos:
+            assert (len(tokens), end.reason) == (TOKENS, "length")
+            assert tokens.count(0) > 2 < len(set(tokens))
         assert end.figures["drafted"] == 0
         assert own_end.figures["drafted"] >= own_end.figures["accepted"]  # as many as times say
         if len(tokens) > 1:

@@ -118,6 +118,20 @@ def test_the_end_of_a_turn_is_kept_where_it_is_wanted() -> None:
     engine.shutdown()
 
 
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("max_tokens", [2, 4])  # the end token is the answer's last one, or in the middle
+def test_an_end_that_is_ignored_is_kept_as_any_token(turns: bool, max_tokens: int) -> None:
+    engine, keeper = Engine(FakeRunner()), Keeper()
+    client = make_client("a", (3,), max_tokens, end_ids=frozenset({5}), ignore_eos=True)
+    submit(engine, kept(client, keeper, turns=turns))
+    keeper.gate.set()
+    run(engine, max_tokens + 1)
+    tokens, last = results(client)
+    assert (tokens, last.reason, last.completion_tokens) == ([4, 5, 6, 7][:max_tokens], "length", max_tokens)
+    assert (keeper.fed, keeper.answer) == ([3, *tokens], tokens)
+    engine.shutdown()
+
+
 def test_a_prompt_alone_can_be_kept() -> None:
     engine, keeper = Engine(FakeRunner(), prompt_chunk=2), Keeper()
     client = submit(engine, kept(make_client("a", range(5)), keeper, prompt_only=True))
@@ -276,13 +290,18 @@ def test_no_more_is_fed_than_the_answer_may_have(engine: FakeEngine, runner: Fak
 
 
 @pytest.mark.parametrize("token", range(6, 30))
-def test_an_end_among_drafts_is_the_end(engine: FakeEngine, token: int) -> None:
+def test_an_end_among_drafts_is_the_end_unless_it_is_ignored(engine: FakeEngine, token: int) -> None:
     ended = submit(engine, drafting("a", max_tokens=60, end_ids=frozenset({token})))
     stopped = submit(engine, drafting("b", max_tokens=60, stop_ids=frozenset({token})))
-    run(engine, 40)
-    for client, reason in ((ended, "end_of_sequence"), (stopped, "stop")):
+    ignored = submit(engine, drafting("c", max_tokens=60, end_ids=frozenset({token}), ignore_eos=True))
+    run(engine, 60)
+    for client, count, reason in (
+        (ended, token - 5, "end_of_sequence"),
+        (stopped, token - 5, "stop"),
+        (ignored, 60, "length"),
+    ):
         tokens, end = results(client)
-        assert (tokens, end.reason) == (after(5, token - 5), reason)
+        assert (tokens, end.reason) == (after(5, count), reason)
         assert end.figures["accepted"] == len(tokens) - 1 - end.times.decode_steps
 
 

@@ -6,19 +6,21 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from decode_engine.errors import PromptTooLongError
 from decode_engine.gateway.serving import Gateway
-from decode_engine.rpc.client import Client, Keep, Summary
+from decode_engine.rpc.client import Client, GenerateOptions, Keep, Summary
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import (
     ContextCorruptError,
     StoreFullError,
 )
 from tests.decode_engine.conftest import TEXT, Library, make_library
+from tests.support.models import END_TOKEN
 from tests.support.serving.front import grpc_of
 from tests.support.serving.service import answered, leases, loaded, wait_until
 from tests.support.store import raising
@@ -79,6 +81,34 @@ def test_a_child_answers_as_the_context_prefilled_in_one_go(shelf: Shelf, client
         found, summary = ask(client, child, text, method="full", max_tokens=24)
         assert found == expected
         assert summary.cached_tokens == summary.context_tokens == info.token_count
+
+
+def test_an_answer_goes_on_behind_ends_that_are_ignored_and_is_kept_with_them(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """The child answers as the root does behind the same tokens, ends among them."""
+    library = make_library(tmp_path, eos_token=END_TOKEN)
+    root = "contexts/" + library.prefill("root", method=METHODS)
+    bias = {"logit_bias": {0: 4.0}, "frequency_penalty": 0.5}
+    with (
+        loaded(library.config()) as server,
+        grpc_of(server, pytestconfig) as address,
+        Client(address) as client,
+    ):
+        asked: dict[str, Any] = {"text": MORE, "max_tokens": 24, "method": "full", **bias}
+        before, ended = answered(client, root, **asked)
+        asked["ignore_eos"] = True
+        tokens, summary = answered(client, root, keep=Keep(), **asked)
+        assert (ended.finish_reason, before[-1]) == ("end_of_sequence", 0)
+        assert (summary.finish_reason, summary.completion_tokens) == ("length", 24)
+        assert tokens[: len(before)] == before
+        assert 0 in tokens[len(before) : -1]
+        with client.batch_generate(root, [cast("GenerateOptions", asked)] * 2) as batch:
+            found = {(item.token_ids[0], item.texts[0].rstrip("\ufffd")) for item in batch}
+        assert found == {(tuple(tokens), client.detokenize(tokens).rstrip("\ufffd"))}
+        ids = client.tokenize(MORE).ids
+        expected, _ = answered(client, root, token_ids=[*ids, *tokens, *ids], method="full", max_tokens=8)
+        assert ask(client, summary.kept_context, method="full")[0] == expected
 
 
 def test_sessions_on_children_of_one_parent_share_a_batch(shelf: Shelf, client: Client) -> None:

@@ -50,6 +50,7 @@ class Asked:
     stop_at: int | None = None
     stop_ids: frozenset[int] = frozenset()
     end_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
     answers: int = 1
     keep: bool = False
     begins: int = 0
@@ -129,6 +130,7 @@ def make_work(
         sampling=asked.sampling,
         stops=() if asked.stop_at is None else (str(asked.stop_at),),
         stop_token_ids=asked.stop_ids,
+        ignore_eos=asked.ignore_eos,
         answers=asked.answers,
         deadline_ns=asked.deadline,
         keep=KeepOptions() if asked.keep else None,
@@ -194,6 +196,7 @@ def ask(generator: random.Random) -> Asked:
         stop_at=generator.randrange(VOCABULARY) if choose() < 0.3 else None,
         stop_ids=frozenset(generator.sample(range(VOCABULARY), 1 if choose() < 0.3 else 0)),
         end_ids=frozenset(generator.sample(range(VOCABULARY), 1)),
+        ignore_eos=choose() < 0.2,
         answers=generator.choice([1, 1, 1, 2, 3]),
         begins=begins,
         cancels=begins + generator.randrange(40) if choose() < 0.2 else None,
