@@ -312,10 +312,7 @@ def _unpacking(encoding: str) -> Callable[[bytes, int], bytes]:
 
 
 def bounded_receive(receive: Receive, most_bytes: int, seconds: float) -> Receive:
-    """What arrives of a body, in pieces.
-
-    Raises HttpError for one too many bytes, or where they are late, CancelledError where the client goes before.
-    """
+    """A body in pieces. Raises HttpError for too much or too late, CancelledError where the client goes before its end."""
     total, until = 0, time.monotonic() + seconds
 
     async def bounded() -> Message:

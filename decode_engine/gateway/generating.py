@@ -60,9 +60,8 @@ async def responses(request: Request) -> Response:
 async def _answer(request: Request, read: Callable[[Any], Asked], shape_of: type[Shape]) -> Response:
     asked = await read_json(request, read)
     answering = exchange_of(request).beside.served.answering
-    vocabulary, tokenizer = answering.vocabulary, answering.tokenizer
-    unsaid = {*tokenizer.hidden.values(), *tokenizer.eos_ids}
-    shape = shape_of(asked, lambda token: vocabulary.token_bytes[token], unsaid)
+    tokenizer, bytes_of = answering.tokenizer, answering.vocabulary.token_bytes.__getitem__
+    shape = shape_of(asked, bytes_of, {*tokenizer.hidden.values(), *tokenizer.eos_ids})
     work = (_begin if asked.stream else _whole)(request, asked, shape)
     try:
         return await while_connected(request, work) or Response(status_code=CLIENT_GONE)
@@ -193,10 +192,9 @@ async def _begin(request: Request, asked: Asked, shape: Shape) -> Response:
         try:
             said = await first
             yield shape.begin()  # not before: clients take it for the first token, and measure when it came
-            if said is not None:
+            while said is not None:
                 yield shape.piece(said)
-            async for said in pieces:
-                yield shape.piece(said)
+                said = await anext(pieces, None)
             yield shape.end(running.ended)
         except Exception as error:
             yield fail(error)
