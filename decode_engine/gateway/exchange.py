@@ -312,7 +312,7 @@ def _unpacking(encoding: str) -> Callable[[bytes, int], bytes]:
 
 
 def bounded_receive(receive: Receive, most_bytes: int, seconds: float) -> Receive:
-    """A body in pieces. Raises HttpError for too much or too late, CancelledError where the client goes before its end."""
+    """A body in pieces. Raises HttpError for too much or too late, CancelledError where the client goes before."""
     total, until = 0, time.monotonic() + seconds
 
     async def bounded() -> Message:
