@@ -120,7 +120,7 @@ def decode_rows(
         )  # fmt: skip
     else:
         for part in tl.static_range(4):
-            bits: tl.constexpr = part % 2 * 8 + part // 2 * 4
+            bits = part % 2 * 8 + part // 2 * 4
             n = ((low >> bits) & 15) + ((high >> bits) & 15) * 16
             number = (n.to(tl.float32) - _BASE) * (scales[part].to(tl.float32) * _SHARE)
             quarters += ((number + offsets[part].to(tl.float32)).to(ELEMENT),)
