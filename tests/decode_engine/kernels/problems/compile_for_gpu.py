@@ -175,9 +175,7 @@ def take_steps(
         kind = step_attention_for(method, manifest, Placement(where))
         if isinstance(kind, str):
             raise ValueError(f"method {name} has no kernels: {kind}")
-        plan = HostPlan(
-            model, method, SIZE, KEYS, dtype, GPU, forms, planes=planes, searching=threads
-        )
+        plan = HostPlan(model, method, SIZE, KEYS, dtype, GPU, forms, planes=planes, searching=threads)
         write_tails(new, new, records_BF)
         kind(plan).attend(1, queries, records_BF)
     threads.close()
