@@ -103,7 +103,8 @@ def tile_logits(
     logits = tl.dot(q[0], tl.trans(keys[0]), input_precision=K.PRECISION)
     for part in tl.static_range(1, len(q)):
         logits = tl.dot(q[part], tl.trans(keys[part]), logits, input_precision=K.PRECISION)
-    return tl.where(there[None, :], logits * scale_log2, float("-inf"))
+    logits *= scale_log2
+    return tl.where(there[None, :], logits, float("-inf"))
 
 
 @triton.jit
@@ -172,7 +173,7 @@ def attend_tile(
     peaks, totals, sums = state
     logits = tile_logits(q, keys, there, scale_log2, K)
     peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, logits, False, LIFT)
-    larger = ()
+    larger: tl.tensor = ()
     for part in tl.static_range(len(q)):
         larger += (add_weighted(sums[part] * shrink[:, None], weights, values[part], False, K),)
     return peaks, totals, larger

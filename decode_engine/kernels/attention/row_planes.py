@@ -70,9 +70,9 @@ def _load_shorts(plane_ptr: tl.tensor, at: tl.tensor, there: tl.tensor, K: tl.co
 def _of_channels(numbers_ptr: tl.tensor, blocks: tl.tensor, K: tl.constexpr) -> tl.tensor:
     """Numbers of the quarters of blocks' channels; loaded in words, since loads in flight have 4 bytes or more."""
     words_ptr = numbers_ptr.to(tl.pointer_type(tl.uint32)) + blocks * (K.DIM // 2)
-    found = ()
+    found: tl.tensor = ()
     for half in tl.static_range(2):
-        words = tl.load(words_ptr + (half * (K.DIM // 4) + tl.arange(0, K.DIM // 4))[None, :])
+        words = tl.load(words_ptr + half * (K.DIM // 4) + tl.arange(0, K.DIM // 4)[None, :])
         for bits in tl.static_range(0, 32, 16):
             found += ((words >> bits).to(tl.uint16).to(tl.float16, bitcast=True),)
     return found
@@ -82,7 +82,7 @@ def _of_channels(numbers_ptr: tl.tensor, blocks: tl.tensor, K: tl.constexpr) -> 
 def _value_numbers(pointers: tl.tensor, ids: tl.tensor, there: tl.tensor, K: tl.constexpr) -> tl.tensor:
     """Scales of the lower and of the upper half of values, and offsets, [T]."""
     GROUPS: tl.constexpr = (K.DIM + _VALUE_GROUP - 1) // _VALUE_GROUP  # `tl.cdiv` of two constants is none
-    found = ()
+    found: tl.tensor = ()
     for which in tl.static_range(1, 3):
         for group in tl.static_range(2):
             at = ids * GROUPS + group * (GROUPS - 1)
@@ -108,9 +108,9 @@ def decode_rows(
         scales, offsets = (a, a, b, b), (c, c, d, d)
     else:
         scales, offsets = _of_channels(scales_ptr, numbers, K), _of_channels(offsets_ptr, numbers, K)
-    quarters = ()
+    quarters: tl.tensor = ()
     if K.ASSEMBLY and ELEMENT != tl.float32:  # noqa: SIM300
-        middles = ()
+        middles: tl.tensor = ()
         for part in tl.static_range(4):
             pair = [scales[part], offsets[part]]
             middles += (tl.inline_asm_elementwise(_MIDDLE, "=r,r,r", pair, tl.float16, True, 2),)
@@ -120,7 +120,7 @@ def decode_rows(
         )  # fmt: skip
     else:
         for part in tl.static_range(4):
-            bits: tl.constexpr = part % 2 * 8 + part // 2 * 4
+            bits = part % 2 * 8 + part // 2 * 4
             n = ((low >> bits) & 15) + ((high >> bits) & 15) * 16
             number = (n.to(tl.float32) - _BASE) * (scales[part].to(tl.float32) * _SHARE)
             quarters += ((number + offsets[part].to(tl.float32)).to(ELEMENT),)
@@ -204,7 +204,7 @@ def attend_run(
     PLANES: tl.constexpr = len(pointers) > 0
     LIFT: tl.constexpr = _LIFT if PLANES and q.dtype != tl.float32 else 0.0
     n = begin + tl.arange(0, K.TILE)
-    numbers = ()
+    numbers: tl.tensor = ()
     if PLANES:
         tl.static_assert(_BLOCK % K.TILE == 0)  # the keys of a tile share scales and offsets
         if q.dtype != tl.float32:

@@ -153,10 +153,11 @@ def take_steps(
     methods: Sequence[str],
     where: str = "device",
     planes: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """A layer's step of every method, over contexts in such a place (`Placement`).
 
-    planes: with rows in 8 bits.
+    planes: with rows in 8 bits. dtype: of the model.
     """
     from decode_engine.host_search.mailbox import SearchThreads
     from decode_engine.kernels import records
@@ -170,21 +171,19 @@ def take_steps(
     from tests.support.store import in_planes
 
     model = model_of(group, head_dim)
-    queries = torch.zeros(SIZE, HEADS, group, head_dim, dtype=torch.bfloat16)
-    new = torch.zeros(SIZE, HEADS, head_dim, dtype=torch.bfloat16)
+    queries = torch.zeros(SIZE, HEADS, group, head_dim, dtype=dtype)
+    new = torch.zeros(SIZE, HEADS, head_dim, dtype=dtype)
     records_BF = torch.zeros(SIZE, records.RECORD_FIELDS, dtype=torch.int64)
     forms = [LogitForm(sink_HG=torch.zeros(HEADS, group))] * 2 if group == 8 else []
     threads = SearchThreads(1)
     for name in methods:
         method = get_method(name)
-        manifest = unstored_manifest(model, "bfloat16", KEYS, method.name)
+        manifest = unstored_manifest(model, str(dtype).removeprefix("torch."), KEYS, method.name)
         manifest = in_planes(manifest) if planes else manifest
         kind = step_attention_for(method, manifest, Placement(where))
         if isinstance(kind, str):
             raise ValueError(f"method {name} has no kernels: {kind}")
-        plan = HostPlan(
-            model, method, SIZE, KEYS, torch.bfloat16, GPU, forms, planes=planes, searching=threads
-        )
+        plan = HostPlan(model, method, SIZE, KEYS, dtype, GPU, forms, planes=planes, searching=threads)
         write_tails(new, new, records_BF)
         kind(plan).attend(1, queries, records_BF)
     threads.close()
@@ -269,6 +268,8 @@ def compile_all() -> None:
         take_steps(4, 128, IN_HOST_MEMORY, "hybrid")
         take_steps(4, 128, IN_HOST_MEMORY[:1], "host")
         take_steps(4, 128, IN_PLANES, planes=True)
+        for dtype in (torch.float16, torch.float32):
+            take_steps(4, 128, IN_PLANES, planes=True, dtype=dtype)
         take_steps(8, 128, IN_PLANES[:1], planes=True)
         take_steps(3, 64, IN_PLANES[:1], planes=True)
         take_steps(4, 128, IN_HOST_MEMORY, "hybrid", planes=True)
