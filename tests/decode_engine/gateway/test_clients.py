@@ -385,9 +385,9 @@ def test_a_stream_says_nothing_but_comments_before_its_first_token(
         next(line for line in before.iter_lines() if line.startswith("data:"))
         with web.stream("POST", f"{gateway.url}/v1/chat/completions", json=asked) as answer:
             lines = answer.iter_lines()
-            assert [next(lines) for _ in range(4)] == [": waiting", ""] * 2
+            assert next(lines) == ": waiting"
             before.close()
-            events = [line for line in lines if line.startswith("data:")]
+            events = [line for line in lines if line not in (": waiting", "")]
         assert '"role":"assistant"' in events[0]
         assert events[-1] == "data: [DONE]"
 
