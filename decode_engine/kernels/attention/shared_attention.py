@@ -338,9 +338,8 @@ def shared_shape(group: int, head_dim: int, planes: bool, size: int) -> SharedSh
     uneven = group & (group - 1) != 0
     if planes and head_dim > 128:  # decoding long rows leaves none for a large tile
         return SharedShape(rows=FEW_ROWS, tile=32, stages=2, warps=2, programs=4)
-    if (
-        planes and size * group <= 2 * FEW_ROWS
-    ):  # two small tiles, of fewer warps that wait, are as fast as a large one
+    # Two small tiles, of fewer warps that wait, are as fast as a large one.
+    if planes and size * group <= 2 * FEW_ROWS:
         return SharedShape(rows=FEW_ROWS, warps=2, programs=4)
     if planes:
         return SharedShape(tile=128)
