@@ -254,7 +254,7 @@ async def test_questions_are_answered_and_errors_keep_their_classes(path: Path) 
         await remote.changed("a")
         assert core.changes == ["a"]
         slow = asyncio.ensure_future(remote.warm("slow", None))
-        await remote.status()  # behind it
+        await there(core, lambda: "warm began" in core.changes)
         slow.cancel()
         await there(core, lambda: "warm was given up" in core.changes)
 

@@ -123,6 +123,7 @@ class FakeCore:
             error.retry_after_s = 3.5
             raise error
         if context == "slow":
+            self._tell(lambda: self.changes.append("warm began"))
             try:
                 await asyncio.Event().wait()
             finally:
